@@ -38,7 +38,6 @@ from library.models.llm.spec import LMConfig, config_to_hf, preset
 from library.training.memory.budget import keep_freed_memory
 from walkthrough.gpt2 import GPT2, Decoder, Sizes
 from walkthrough.llama2 import LLAMA2
-from walkthrough.llama3 import LLAMA31
 
 BATCH, LENGTH = 8, 256
 PRECISIONS = ("fp32", "autocast bf16")
@@ -83,13 +82,7 @@ def textbook_model(config: LMConfig, _: str = "") -> Decoder:
         config.rope_theta,
         eps=config.norm_eps,
     )
-    if config.family == "gpt2":
-        return Decoder(sizes, GPT2)
-    parts = LLAMA2
-    if config.rope_scaling is not None:
-        factor, original = config.rope_scaling.factor, config.rope_scaling.original_context
-        sizes, parts = replace(sizes, factor=factor, original_context=original), LLAMA31
-    return Decoder(sizes, replace(parts, tied=config.tied))
+    return Decoder(sizes, GPT2 if config.family == "gpt2" else replace(LLAMA2, tied=config.tied))
 
 
 def _nanogpt_model(config: LMConfig, _: str) -> nn.Module:
@@ -107,8 +100,7 @@ def _nanogpt_model(config: LMConfig, _: str) -> nn.Module:
     return GPT(sizes)
 
 
-def litgpt_model(config: LMConfig, _: str = "") -> Any:
-    """Return litgpt's Llama of these sizes, head and embedding tied."""
+def _litgpt_model(config: LMConfig, _: str) -> Any:
     from litgpt import GPT, Config  # type: ignore[import-not-found]
 
     sizes = Config(
@@ -178,7 +170,7 @@ IMPLEMENTATIONS = {
     "transformers": Implementation(transformers_model, _loss_of_logits),
     "textbook": Implementation(textbook_model, _loss_of_logits),
     "nanogpt": Implementation(_nanogpt_model, _nanogpt_loss, ("gpt2",)),
-    "litgpt": Implementation(litgpt_model, _litgpt_loss, ("llama",)),
+    "litgpt": Implementation(_litgpt_model, _litgpt_loss, ("llama",)),
     "nanochat": Implementation(_nanochat_model, _own_loss, ("llama",), autocasts=False),
 }
 WHO = ("tandem", "transformers", "textbook")

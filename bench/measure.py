@@ -158,9 +158,9 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def resident(field: str) -> int:
-    """Return the memory of this process (VmRSS, VmHWM, RssAnon) in bytes."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field + ":"))
+def resident(field: str, process: int | str = "self") -> int:
+    """Return the memory of a process (VmRSS, VmHWM, RssAnon) in bytes."""
+    line = next(x for x in Path(f"/proc/{process}/status").read_text().splitlines() if x.startswith(field + ":"))
     return int(line.split()[1]) * 1024
 
 

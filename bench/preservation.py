@@ -7,8 +7,8 @@ Three subjects that the base has never seen, painted from the scene maker's shap
 rate is constant, so that a run's validations can be compared with another's. *learnt* is the fall of the held-out loss,
 *elsewhere* the mean squared change of the velocity on prompts that no run trains on: the same unit. As a way that
 preserves learns more slowly, *equal* is elsewhere at the validation loss that all ways reach, between validations by
-straight lines, *share* that of no preservation (half the range in *spread*), and *time* what a run took until there,
-over that of no preservation; images are painted once, and counted apart. Ways with masks have a held-out loss of
+straight lines, *share* that of no preservation (half the range in *share_spread*), and *time* what a run took until
+there, over that of no preservation; images are painted once, and counted apart. Ways with masks have a held-out loss of
 their own, of what lies inside, and are compared with each other.
 """
 
@@ -18,11 +18,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,11 +29,10 @@ import numpy as np
 from PIL import Image
 
 from bench.measure import Table, benchmark_parser, finish
-from bench.tiny_runs import run
+from bench.tiny_runs import ROOT, mean_and_spread, run
 from dev.tiny_models.painting import Pixels, coverage, paint, paint_shape, to_image
 from dev.tiny_models.scenes import background, paint_zorbo
 
-ROOT = Path(__file__).resolve().parent.parent
 MODEL, DEMO = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "demo_dataset"
 IMAGES, STEPS, EVERY, BATCH = 16, 100, 50, 2
 FLAGS = {
@@ -127,22 +124,15 @@ def ways(word: str) -> dict[str, tuple[str, dict[str, object]]]:
     }
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A run's validations: seconds of training until there, held-out loss, change elsewhere."""
+Curve = np.ndarray  # a run's validations: seconds of training until there, held-out loss, change elsewhere
 
-    seconds: tuple[float, ...]
-    losses: tuple[float, ...]
-    elsewhere: tuple[float, ...]
 
-    def at(self, loss: float, values: Sequence[float]) -> float:
-        """Return ``values`` where the loss is first as low as ``loss``, on a line between two validations."""
-        for i in range(1, len(self.losses)):
-            before, after = self.losses[i - 1], self.losses[i]
-            if after <= loss:
-                share = (before - loss) / (before - after) if before > after else 1.0
-                return values[i - 1] + share * (values[i] - values[i - 1])
-        return values[-1]
+def at(curve: Curve, loss: float) -> np.ndarray:
+    """Return the three where the loss is first as low as ``loss``, on a line between two validations."""
+    i = int(np.argmax(curve[1, 1:] <= loss))
+    before, after = curve[1, i : i + 2]
+    share = (before - loss) / (before - after) if before > after else 1.0
+    return curve[:, i] + share * (curve[:, i + 1] - curve[:, i])
 
 
 def train(folder: Path, name: str, way: str, seed: int) -> Curve:
@@ -154,11 +144,8 @@ def train(folder: Path, name: str, way: str, seed: int) -> Curve:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     per_step = {line["step"]: line["s_per_it"] for line in lines if "loss" in line}
     found = [line for line in lines if "val_loss" in line]
-    return Curve(
-        tuple(sum(s for step, s in per_step.items() if step <= line["step"]) for line in found),
-        tuple(line["val_loss"] for line in found),
-        tuple(line["val_prior_loss"] for line in found),
-    )
+    seconds = [sum(s for step, s in per_step.items() if step <= line["step"]) for line in found]
+    return np.array([seconds, *([line[key] for line in found] for key in ("val_loss", "val_prior_loss"))])
 
 
 def rows_of(found: Mapping[str, Mapping[tuple[str, int], Curve]]) -> list[dict[str, Any]]:
@@ -168,28 +155,23 @@ def rows_of(found: Mapping[str, Mapping[tuple[str, int], Curve]]) -> list[dict[s
         beside = {other: c for other, c in found.items() if other.startswith("masked") == way.startswith("masked")}
         plain = beside[MASKED if way.startswith("masked") else PLAIN]
         # the validation loss that all of them have reached
-        level = {case: max(min(each[case].losses) for each in beside.values()) for case in cases}
-        equal = {case: curves[case].at(level[case], curves[case].elsewhere) for case in cases}
-        shares = [equal[case] / plain[case].at(level[case], plain[case].elsewhere) for case in cases]
-        times = [
-            curves[case].at(level[case], curves[case].seconds) / plain[case].at(level[case], plain[case].seconds)
-            for case in cases
-        ]
-        row = {
+        level = {case: max(min(each[case][1]) for each in beside.values()) for case in cases}
+        equal = np.array([at(curves[case], level[case]) for case in cases])
+        shares = equal / [at(plain[case], level[case]) for case in cases]
+        ends = np.array([curves[case][:, [0, -1]] for case in cases])  # [cases, 3, 2]
+        row: dict[str, Any] = {
             "way": way,
-            "learnt": mean(curves[case].losses[0] - curves[case].losses[-1] for case in cases),
-            "elsewhere": mean(curves[case].elsewhere[-1] for case in cases),
-            "equal": mean(equal.values()),
-            "share": mean(shares),
-            "spread": (max(shares) - min(shares)) / 2,
-            "time": mean(times),
+            "learnt": (ends[:, 1, 0] - ends[:, 1, 1]).mean(),
+            "elsewhere": ends[:, 2, 1].mean(),
+            "equal": equal[:, 2].mean(),
+            "time": shares[:, 0].mean(),
         }
-        rows.append(row)
+        rows.append(row | mean_and_spread("share", shares[:, 2].tolist()))
     return rows
 
 
-COLUMNS = {"way": "<24", "learnt": "8.3f", "elsewhere": "10.4f", "equal": "8.4f", "share": "8.2f", "spread": "8.2f"}
-COLUMNS |= {"time": "8.2f"}
+COLUMNS = {"way": "<24", "learnt": "8.3f", "elsewhere": "10.4f", "equal": "8.4f", "share": "8.2f"}
+COLUMNS |= {"share_spread": "13.2f", "time": "8.2f"}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ ComfyUI for products in high precision.
 
     base           the quantised weights, the LoRA beside them, activations as they are
     merge          what the server's merge adds to that (ComfyUI's resident layers: rounded stochastically)
+    nearest        what a merge rounded to nearest would add instead (sd-scripts)
     activations    what products in the format add (the root of the squared errors' difference, as for ``merge``)
     served         as the format's usual server serves it: all of these
     retained       what the merge leaves of the LoRA's update, mean of layers: projected on it
@@ -31,17 +32,16 @@ for better ones.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -51,9 +51,9 @@ from safetensors.torch import load_file, save_file
 
 from bench.measure import Table, benchmark_parser, finish
 from bench.tiny_runs import (
-    CALIBRATION,
     MODEL,
     calibration_options,
+    mean_and_spread,
     merge_compensated,
     models_with,
     paint,
@@ -64,7 +64,7 @@ from library.console import Console
 from library.fidelity.deployed import DeployedWeights
 from library.fidelity.differences import compare
 from library.fidelity.fixes import FixOptions, try_fixes
-from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
+from library.fidelity.runs import prepare_eval_set, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
 from library.files import write_text
 from library.precision.parity.layer_errors import update_retention
@@ -142,63 +142,77 @@ def as_q4_1(blocks: np.ndarray) -> np.ndarray:
     return np.concatenate([*pairs, packed], axis=2).reshape(len(blocks), -1)
 
 
-class Seed:
-    """One trained LoRA, the reference with it, and the held-out images."""
+class Plan(NamedTuple):
+    """What every format is measured on: two datasets of painted images, how many of each, and where results lie."""
 
-    def __init__(
-        self, lora: Path, held_out: Path, images: int, calibrating: Path, calibration: int, folder: Path
-    ) -> None:
-        torch.set_num_threads(1)
-        self.folder, self.console, self.lora = folder, Console(quiet=True), lora
-        self.fitted = calibration_options(calibrating, calibration, folder / "calibration_cache")
-        models = models_with(lora, DeployedWeights("reference", MODEL, None))
-        shown = calibration_options(held_out, images, folder / "held_out_cache")
-        prepared = models.plan(shown).prepare(self.console)
-        self.eval_set: EvalSet = prepare_eval_set(models, prepared, REFERENCE, STEPS)
-        self.reference: Outcome = run_variant(models, REFERENCE, self.eval_set, self.console, "reference")
+    held_out: Path
+    images: int
+    calibrating: Path
+    calibration: int
+    fixes: tuple[str, ...]
+    folder: Path
 
-    def error(self, models: Models, variant: Variant, name: str) -> float:
+
+def lora_of(seed: int, plan: Plan) -> Path:
+    """Return the LoRA of ``seed``, trained where there is none yet."""
+    path = plan.folder / f"seed{seed}" / "lora.safetensors"
+    return path if path.exists() else train_lora(seed, path.parent)
+
+
+def measure(kind: str, seed: int, plan: Plan) -> dict[str, float]:
+    """Return the figures of ``kind`` with the LoRA of ``seed``, those that were measured before from their file."""
+    row = plan.folder / f"{kind}_seed{seed}_{plan.images}_{plan.calibration}_{'_'.join(plan.fixes)}.json"
+    if row.exists():
+        return dict(json.loads(row.read_text()))
+    with tempfile.TemporaryDirectory() as folder:
+        found = _measure(kind, lora_of(seed, plan), plan, Path(folder))
+    write_text(row, json.dumps(found))
+    print(f"seed {seed}: {kind}: {found}", file=sys.stderr, flush=True)
+    return found
+
+
+def _measure(kind: str, lora: Path, plan: Plan, folder: Path) -> dict[str, float]:
+    """Return the figures; fixes as shares of the error as served."""
+    torch.set_num_threads(1)
+    console = Console(quiet=True)
+    fitted = calibration_options(plan.calibrating, plan.calibration, folder / "calibration_cache")
+    shown = calibration_options(plan.held_out, plan.images, folder / "held_out_cache")
+    models = models_with(lora, DeployedWeights(kind, write_format(kind, folder), None))
+    eval_set = prepare_eval_set(models, models.plan(shown).prepare(console), REFERENCE, STEPS)
+    reference = run_variant(models, REFERENCE, eval_set, console, "reference")
+
+    def error(variant: Variant, of: Models = models) -> float:
         """Return the relative error of the finished latents."""
-        outcome = run_variant(models, variant, self.eval_set, self.console, name)
-        return compare(self.reference, outcome, self.eval_set).latents
+        return compare(reference, run_variant(of, variant, eval_set, console, kind), eval_set).latents
 
-    def measure(self, kind: str, fixes: tuple[str, ...]) -> dict[str, float]:
-        """Return the figures of one format; fixes as shares of the error as served."""
-        path = write_format(kind, self.folder)
-        models = models_with(self.lora, DeployedWeights(kind, path, None))
-        how = next((each.how for each in models.server.merges if not each.one_step), None)
-        beside = Variant(weights=True)
-        served = replace(
-            beside, merge=how, activations="auto" if models.roundings(replace(beside, activations="auto")) else None
-        )
-        found = {"base": self.error(models, beside, "base"), "served": self.error(models, served, "served")}
-        with_merge = self.error(models, replace(served, activations=None), "merged") if how else found["base"]
-        found["merge"] = _beyond(with_merge, found["base"])
-        found["activations"] = _beyond(found["served"], with_merge)
-        found["retained"] = self._retained(models, served) if how else 1.0
-        if how is None or not models.rounded_in(served):
-            found["bypass"] = 1.0  # it is served so
-        if kind in PRECISIONS and "compensated" in fixes:
-            merged = merge_compensated(self.lora, PRECISIONS[kind], self.fitted, self.folder / f"compensated_{kind}")
-            found["compensated"] = (
-                self.error(models_with(self.lora, merged), replace(served, merge=None), "compensated") / found["served"]
-            )
-        tried = tuple(name for name in fixes if name != "compensated")
-        options = FixOptions(self.folder / f"fixes_{kind}", self.lora, self.fitted, train, minutes=600.0, names=tried)
-        for fix in try_fixes(models, served, self.eval_set, self.reference, (), options, self.console):
-            found[fix.name] = fix.differences.latents / found["served"]
-            if fix.beside:
-                found[f"{fix.name}*"] = fix.beside.latents / found["served"]
-        shutil.rmtree(path if path.is_dir() else path.parent)
-        return found
-
-    def _retained(self, models: Models, served: Variant) -> float:
+    how = next((each.how for each in models.server.merges if not each.one_step), None)
+    beside = Variant(weights=True)
+    rounded = models.roundings(replace(beside, activations="auto"))
+    served = replace(beside, merge=how, activations="auto" if rounded else None)
+    found = {"base": error(beside), "served": error(served), "retained": 1.0}
+    with_merge = found["base"]
+    if how:
+        with_merge = error(replace(beside, merge=how))
+        found["nearest"] = _beyond(error(replace(beside, merge="nearest")), found["base"])
         high, merged = models.base(deployed=True), models.merged_weights(served)
-        gains = [
+        found["retained"] = mean(
             update_retention(numbers(base_layer(merged, n)), numbers(base_layer(high, n)), update.delta()).gain
             for n, update in models.transformer_lora.items()
-        ]
-        return mean(gains)
+        )
+    found["merge"] = _beyond(with_merge, found["base"])
+    found["activations"] = _beyond(found["served"], with_merge)
+    if how is None or not models.rounded_in(served):
+        found["bypass"] = 1.0  # it is served so
+    if kind in PRECISIONS and "compensated" in plan.fixes:
+        compensated = models_with(lora, merge_compensated(lora, PRECISIONS[kind], fitted, folder / "compensated"))
+        found["compensated"] = error(replace(served, merge=None), compensated) / found["served"]
+    tried = tuple(name for name in plan.fixes if name != "compensated")
+    options = FixOptions(folder / "fixes", lora, fitted, train, minutes=600.0, names=tried)
+    for fix in try_fixes(models, served, eval_set, reference, (), options, console):
+        found[fix.name] = fix.differences.latents / found["served"]
+        if fix.beside:
+            found[f"{fix.name}*"] = fix.beside.latents / found["served"]
+    return found
 
 
 def _beyond(whole: float, part: float) -> float:
@@ -206,38 +220,7 @@ def _beyond(whole: float, part: float) -> float:
     return max(0.0, whole**2 - part**2) ** 0.5
 
 
-def train_seed(seed: int, folder: Path) -> None:
-    """Train the LoRA of ``seed`` in ``folder``, where there is none yet."""
-    place = folder / f"seed{seed}"
-    if not (place / "lora.safetensors").exists():
-        train_lora(seed, place)
-
-
-def measure_format(
-    kind: str,
-    seed: int,
-    held_out: Path,
-    images: int,
-    calibrating: Path,
-    calibration: int,
-    folder: Path,
-    fixes: tuple[str, ...],
-) -> dict[str, float]:
-    """Return the figures of ``kind`` with the LoRA of ``seed``, from ``folder`` where they were measured before."""
-    row = folder / f"{kind}_seed{seed}_{images}_{calibration}_{'_'.join(fixes)}.json"
-    if row.exists():
-        return dict(json.loads(row.read_text()))
-    place = folder / f"{kind}_seed{seed}"
-    shutil.rmtree(place, ignore_errors=True)
-    lora = folder / f"seed{seed}" / "lora.safetensors"
-    found = Seed(lora, held_out, images, calibrating, calibration, place).measure(kind, fixes)
-    write_text(row, json.dumps(found))
-    shutil.rmtree(place)
-    print(f"seed {seed}: {kind}: {found}", file=sys.stderr, flush=True)
-    return found
-
-
-ERRORS = ("base", "merge", "activations", "served")
+ERRORS = ("base", "merge", "nearest", "activations", "served")
 COLUMNS = {"format": "<16", **dict.fromkeys(ERRORS, "12.2%"), "retained": "9.2f"}
 
 
@@ -249,33 +232,28 @@ def main() -> None:
     parser.add_argument("--fixes", nargs="*", choices=fixes, default=fixes[:4])
     parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
     parser.add_argument("--images", type=int, default=24, help="held-out images (default: %(default)s)")
-    parser.add_argument(
-        "--calibration", type=int, default=CALIBRATION, help="images of the fixes (default: %(default)s)"
-    )
+    parser.add_argument("--calibration", type=int, default=48, help="images of the fixes (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="formats at a time, a core each (default: %(default)s)")
     parser.add_argument("--keep", type=Path, help="folder of LoRAs and figures that a later run goes on from")
-    options: argparse.Namespace = parser.parse_args()
+    options = parser.parse_args()
     seeds = range(1, options.seeds + 1)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         folder = (options.keep or place / "work").resolve()
         held_out = paint(place / "held_out", options.images, seed=2026)
         calibrating = paint(place / "calibrating", options.calibration, seed=2027)
-        data = (held_out, options.images, calibrating, options.calibration, folder, tuple(options.fixes))
+        plan = Plan(held_out, options.images, calibrating, options.calibration, tuple(options.fixes), folder)
         cases = [(kind, seed) for seed in seeds for kind in options.formats]
         with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-            list(pool.map(train_seed, seeds, [folder] * options.seeds))
-            measured = pool.map(measure_format, *zip(*((*case, *data) for case in cases), strict=True))
-            found = dict(zip(cases, measured, strict=True))
+            list(pool.map(lora_of, seeds, repeat(plan)))
+            found = dict(zip(cases, pool.map(measure, *zip(*cases, strict=True), repeat(plan)), strict=True))
     shares = [name for fix in options.fixes for name in (fix, f"{fix}*")]
     shares = [name for name in shares if any(name in one for one in found.values())]
     table = Table(COLUMNS | dict.fromkeys(shares, "12.2f"))
     for kind in options.formats:
         row: dict[str, Any] = {"format": kind}
         for name in (*ERRORS, "retained", *shares):
-            values = [found[kind, seed][name] for seed in seeds if name in found[kind, seed]]
-            if values:
-                row |= {name: mean(values), f"{name}_spread": (max(values) - min(values)) / 2}
+            row |= mean_and_spread(name, [found[kind, seed][name] for seed in seeds if name in found[kind, seed]])
         table.add(row)
     finish(table.rows, {}, options.json)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import torch
@@ -17,10 +19,10 @@ from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployed import DeployedWeights
 from library.fidelity.serving import Models
 from networks.files.adapters import load_lora
+from networks.files.weights import LoraWeights
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "assets" / "tiny-flux-fill"
-CALIBRATION = 48  # images that fixes are fitted to and trained on
 SIGMAS, GUIDANCE = (0.8, 0.4), 1.0
 
 
@@ -49,9 +51,9 @@ def run(script: str, *words: object, **options: object) -> None:
     subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True)
 
 
-def train_lora(seed: int, folder: Path) -> Path:
-    """Train the demo's LoRA with ``seed`` in ``folder``; return its file."""
-    training = {"config_file": "configs/demo_fp8.toml", "seed": seed, "cache_directory": folder / "cache"}
+def train_lora(seed: int, folder: Path, **options: object) -> Path:
+    """Train the demo's LoRA for a fp8 model, or as ``options`` say, with ``seed`` in ``folder``; return its file."""
+    training = {"config_file": "configs/demo_fp8.toml", "seed": seed, "cache_directory": folder / "cache"} | options
     run("train_lora.py", **training, output_dir=folder, output_name="lora")
     return folder / "lora.safetensors"
 
@@ -80,10 +82,22 @@ def merge_compensated(lora: Path, precision: str, fitted: CalibrationOptions, ta
     return DeployedWeights(str(target), target, None, merged=True)
 
 
-def models_with(lora: Path | None, deployed: DeployedWeights) -> Models:
-    """Return the reference and ``deployed``, with the LoRA if there is one."""
-    config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
+def mean_and_spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the mean of what each seed gave, and half its range as ``name``_spread; nothing of no values."""
+    return {name: mean(values), f"{name}_spread": (max(values) - min(values)) / 2} if values else {}
+
+
+_FILL = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
+
+
+def models_with(lora: Path | None, deployed: DeployedWeights, config: ModelConfig = _FILL) -> Models:
+    """Return the reference of ``config`` and ``deployed``, with the LoRA if there is one."""
     models = Models(config, deployed, {}, torch.float32, torch.device("cpu"))
     if lora is not None:
-        models.loras = models.targets.by_component(load_lora(lora, models.targets).weights)
+        models.loras = lora_weights(lora, models)
     return models
+
+
+def lora_weights(path: Path, models: Models) -> dict[str, dict[str, LoraWeights]]:
+    """Return component -> layer -> weights of a LoRA file."""
+    return models.targets.by_component(load_lora(path, models.targets).weights)

@@ -1,7 +1,6 @@
 """Measure what makes a seam along the mask of a fill model: the tables of ``docs/precision.md``.
 
-    python dev/measure_seam.py                  # trains what is missing, measures, prints the tables
-    python dev/measure_seam.py --only report    # prints the tables of output/seam/seam.json
+    python dev/measure_seam.py    # trains and measures what output/seam does not hold yet, prints the tables
 
 Two experiments, both with the built-in tiny FLUX Fill and the demo's images, each with a generated mask:
 
@@ -35,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from rich.console import Console
 
-from bench.tiny_runs import MODEL, models_with, run
+from bench.tiny_runs import MODEL, lora_weights, models_with, run, train_lora
 from library.config.model_types import Blank
 from library.errors import exit_on_user_error
 from library.fidelity.border import LIMITS, STEP_8BIT, interval, judge_border
@@ -46,8 +45,6 @@ from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_varian
 from library.fidelity.serving import REFERENCE, Variant
 from library.files import read_text, write_text
 from library.precision.parity.seam import border_errors
-from library.training.sampling.generate import read_loras
-from tools.command import lora_source
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "assets" / "demo_dataset" / "images"
@@ -86,17 +83,9 @@ def train(
     for seed, blank, base in product(seeds, blanks, bases):
         path = lora_file(folder, blank, base, seed)
         if not path.exists():
-            run(
-                "train_lora.py",
-                *(("--fp8_base", "--fp8_exclude") if base == "fp8" else ()),
-                config_file="configs/demo_fp8.toml",
-                dataset_config=dataset(folder, blank, training=True),
-                cache_directory=folder / "cache",
-                output_dir=path.parent,
-                output_name=path.stem,
-                seed=seed,
-                **options,
-            )
+            data, cache = dataset(folder, blank, training=True), folder / "cache"
+            fp8 = {"fp8_base": True, "fp8_exclude": True} if base == "fp8" else {}
+            train_lora(seed, path.parent, dataset_config=data, cache_directory=cache, **fp8, **options)
 
 
 @dataclass(eq=False)
@@ -129,7 +118,7 @@ class Bench:
 
     def run(self, lora: Path, variant: Variant, blank: Blank) -> Outcome:
         """Return what the model generates with ``lora`` as ``variant`` serves it."""
-        self.models.loras = read_loras([lora_source(str(lora))], self.models.family, Console(quiet=True))
+        self.models.loras = lora_weights(lora, self.models)
         name = f"{lora.parent.name}, {blank}: {variant.changes()}"
         return run_variant(self.models, variant, self.inputs(blank), self.console, name)
 
@@ -219,7 +208,7 @@ def experiments(bench: Bench, results: Results) -> Iterator[None]:
     """Fill in what is missing; yields whenever something was added."""
     for seed, (experiment, blank, case, base, variant) in product(SEEDS, cases()):
         lora = lora_file(bench.folder, blank, base, seed)
-        if key(experiment, blank, case, "itself", seed) in results or not lora.exists():
+        if key(experiment, blank, case, "itself", seed) in results:
             continue
         reference = bench.reference(lora, blank)
         outcome = reference if variant == REFERENCE else bench.run(lora, variant, blank)
@@ -280,23 +269,15 @@ def report(results: Results, console: Console) -> None:
 def main() -> None:
     """Train, measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=["train", "measure", "report"], help="of these; default: all")
     parser.add_argument("--folder", type=Path, default=Path("output/seam"), help="of LoRAs and results")
-    parser.add_argument("--steps", type=int, default=8, help="sampling steps (default: %(default)s)")
-    options = parser.parse_args()
+    folder = parser.parse_args().folder.resolve()
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    parts = options.only or ["train", "measure", "report"]
-    folder = options.folder.resolve()
-    if "train" in parts:
-        train(folder)
+    train(folder)
     path = folder / "seam.json"
     results: Results = json.loads(read_text(path)) if path.exists() else {}
-    if "measure" in parts:
-        bench = Bench(folder, options.steps, console)
-        for _ in experiments(bench, results):
-            write_text(path, json.dumps(results))
-    if "report" in parts:
-        report(results, console)
+    for _ in experiments(Bench(folder, 8, console), results):
+        write_text(path, json.dumps(results))
+    report(results, console)
 
 
 if __name__ == "__main__":
