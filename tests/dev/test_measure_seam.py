@@ -24,7 +24,7 @@ def test_the_demos_images_are_used_with_another_blank_and_held_out_in_training_a
         (subset,) = found.subsets
         assert subset.inpainting is not None
         assert (subset.inpainting.blank, subset.written_dir) == (blank, "images")
-        assert found.settings.validation_split == (0.2 if training else 0.0)
+        assert subset.settings.validation_split == (0.2 if training else 0.0)
     assert len(list((tmp_path / "images").glob("*.png"))) == 16
 
 
