@@ -193,12 +193,13 @@ def _measure(kind: str, lora: Path, plan: Plan, folder: Path) -> dict[str, float
     with_merge = found["base"]
     if how:
         with_merge = error(replace(beside, merge=how))
-        found["nearest"] = _beyond(error(replace(beside, merge="nearest")), found["base"])
         high, merged = models.base(deployed=True), models.merged_weights(served)
         found["retained"] = mean(
             update_retention(numbers(base_layer(merged, n)), numbers(base_layer(high, n)), update.delta()).gain
             for n, update in models.transformer_lora.items()
         )
+    if kind in WRITTEN:
+        found["nearest"] = _beyond(error(replace(beside, merge="nearest")), found["base"])
     found["merge"] = _beyond(with_merge, found["base"])
     found["activations"] = _beyond(found["served"], with_merge)
     if how is None or not models.rounded_in(served):
