@@ -137,8 +137,7 @@ class Bucketing:
         if (known := self._fits.get((size, random_crop))) is None:
             known = self._fit(size, name)
             if random_crop:
-                width, height = (side // self.pixel_multiple * self.pixel_multiple for side in known.resized)
-                known = _cropped(known.resized, (width, height), known.bucket)
+                known = _cropped(known.resized, _whole_units(known.resized, self.pixel_multiple), known.bucket)
             self._fits[size, random_crop] = known
         return known
 
@@ -170,7 +169,7 @@ class Bucketing:
         return int(by_height * aspect + 0.5), by_height
 
     def _whole_steps(self, resized: Size, size: Size, name: str) -> Size:
-        bucket = (resized[0] // self.steps * self.steps, resized[1] // self.steps * self.steps)
+        bucket = _whole_units(resized, self.steps)
         if min(bucket) == 0:
             raise UserError(f"{name}: {size_text(size)} gives a side below {self.steps} pixels; {_REMEDY}")
         return bucket
@@ -322,7 +321,11 @@ class ControlSizing:
         width, height = size
         area = None if self.resolution is None else self.resolution[0] * self.resolution[1]
         if self.keep and (area is None or width * height <= area):
-            return _trim(size, unit, name)
+            if min(whole := _whole_units(size, unit)) == 0:
+                raise UserError(
+                    f"{name}: {size_text(size)} is smaller than a patch of {unit}; remove no_resize_control"
+                )
+            return _cropped(size, whole)
         target = trained
         if area is not None:
             root = math.sqrt(area * width / height)
@@ -347,11 +350,8 @@ def _cropped(resized: Size, encoded: Size, bucket: Size | None = None) -> Fit:
     return Fit(resized, offset, encoded, bucket or encoded)
 
 
-def _trim(size: Size, unit: int, name: str) -> Fit:
-    whole = (size[0] // unit * unit, size[1] // unit * unit)
-    if min(whole) == 0:
-        raise UserError(f"{name}: {size_text(size)} is smaller than a patch of {unit}; remove no_resize_control")
-    return _cropped(size, whole)
+def _whole_units(size: Size, unit: int) -> Size:
+    return size[0] // unit * unit, size[1] // unit * unit
 
 
 def _whole(side: float, unit: int) -> int:

@@ -136,33 +136,30 @@ def missing_latents(samples: Iterable[Sample], seed: int, fingerprint: str) -> l
 
     Contents must have been hashed. ``seed`` is what generated masks follow from, ``fingerprint`` the encoder's.
     """
-    present: dict[tuple[Path, str], set[str]] = {}
+    present: dict[Path, set[str]] = {}
     jobs: dict[Path, EncodeJob] = {}
-    for sample in samples:
-        cache = sample.group.cache
-        for kind, name, tensor_name, source, size, load in _files_of(sample, seed, fingerprint):
-            if (cache, kind) not in present:
-                present[cache, kind] = readable_files(cache / kind)
-            if name not in present[cache, kind]:
-                path = cache / kind / name
-                jobs.setdefault(path, EncodeJob(path, tensor_name, source, size, load))
+    for job in (job for sample in samples for job in _jobs_of(sample, seed, fingerprint)):
+        if (folder := job.path.parent) not in present:
+            present[folder] = readable_files(folder)
+        if job.path.name not in present[folder]:
+            jobs.setdefault(job.path, job)
     return list(jobs.values())
 
 
-def _files_of(sample: Sample, seed: int, fingerprint: str) -> Iterator[tuple[str, str, str, str, Size, Callable]]:
-    """Yield folder, name, and what else an :class:`EncodeJob` has, of every file that a sample needs."""
-    image, size = sample.image.path, sample.fit.encoded
+def _jobs_of(sample: Sample, seed: int, fingerprint: str) -> Iterator[EncodeJob]:
+    """Yield every file that a sample needs."""
+    image, size, conditions = sample.image.path, sample.fit.encoded, sample.group.cache / "conditions"
     for flipped in sample.orientations:
-        load = functools.partial(_load_sample, sample, flipped)
-        yield "latents", _latent_name(sample, flipped, fingerprint), "latents", image, size, load
+        load: Callable = functools.partial(_load_sample, sample, flipped)
+        yield EncodeJob(latent_path(sample, flipped, fingerprint), "latents", image, size, load)
         for variant in range(sample.mask_variants):
             load = functools.partial(_load_masked, sample, flipped, variant, seed)
-            name = _masked_name(sample, flipped, variant, seed, fingerprint)
-            yield "conditions", name, "masked_latents", image, size, load
+            path = conditions / _masked_name(sample, flipped, variant, seed, fingerprint)
+            yield EncodeJob(path, "masked_latents", image, size, load)
         for control in sample.control_images:
             load = functools.partial(_load_control, control, flipped)
-            name = _control_name(control, flipped, fingerprint)
-            yield "conditions", name, "latents", control.file.path, control.fit.encoded, load
+            path = conditions / _control_name(control, flipped, fingerprint)
+            yield EncodeJob(path, "latents", control.file.path, control.fit.encoded, load)
 
 
 def _load_sample(sample: Sample, flipped: bool, latent_factor: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -346,18 +343,15 @@ def readable_files(folder: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     complete: set[str] = set()
-    for names in by_size.values():
-        if is_complete(folder / names[0]):
-            complete.update(names)
-        else:
-            complete.update(name for name in names[1:] if is_complete(folder / name))
+    for first, *others in by_size.values():
+        is_usual = is_complete(folder / first)
+        complete.update([first] * is_usual, (name for name in others if is_usual or is_complete(folder / name)))
     return complete
 
 
 def cached_paths(samples: Iterable[Sample], seed: int, fingerprint: str) -> list[Path]:
     """Return where latents and conditions of ``samples`` lie; arguments as of :func:`missing_latents`."""
-    files = ((sample.group.cache, file) for sample in samples for file in _files_of(sample, seed, fingerprint))
-    return [cache / kind / name for cache, (kind, name, *_) in files]
+    return [job.path for sample in samples for job in _jobs_of(sample, seed, fingerprint)]
 
 
 def discard_damaged(paths: Iterable[Path], say: Callable[[str], object]) -> None:

@@ -46,6 +46,7 @@ from library.data.cache import (
 )
 from library.data.captions import has_word
 from library.data.config import DatasetConfig, Subset, SubsetSettings
+from library.data.file_index import FileIndex, SourceFile
 from library.data.samples import Sample, Scan, control_sizing, scan
 from library.errors import UserError, counted
 
@@ -296,12 +297,9 @@ class TrainingData:
         Raises:
             UserError: names the first that is damaged, and how many more are.
         """
-        files = {id(file): file for sample in self._samples for file in sample.files}
         problems: dict[str, str] = {}
-        for index in self._indexes:
-            known = [file for file in files.values() if index.knows(file)]
-            problems |= index.decode(known, partial(progress, "checking images"))
-            index.save()
+        for index, files in self._files():
+            problems |= index.decode(files, partial(progress, "checking images"))
         for path, problem in problems.items():
             more = f" ({len(problems) - 1} more: tools/check_dataset.py lists them)" if len(problems) > 1 else ""
             raise UserError(f"{path}: {problem}{more}")
@@ -335,9 +333,14 @@ class TrainingData:
         return [*self.train.samples, *(self.validation.samples if self.validation else ())]
 
     def _hash_contents(self) -> None:
+        for index, files in self._files():
+            index.hash_contents(files)
+
+    def _files(self) -> Iterator[tuple[FileIndex, list[SourceFile]]]:
+        """Yield each index with those of the samples' files that it knows, and save what is read of them."""
         files = {id(file): file for sample in self._samples for file in sample.files}
         for index in self._indexes:
-            index.hash_contents(file for file in files.values() if index.knows(file))
+            yield index, [file for file in files.values() if index.knows(file)]
             index.save()
 
     @collecting_later()

@@ -106,10 +106,6 @@ def marks_of(sample: Sample) -> list[str]:
     return marks + (["caption dropped at times"] if can_drop(settings) and not sample.held_out else [])
 
 
-def _captions_shown(sample: Sample) -> list[str]:
-    return list(dict.fromkeys(caption_variants(sample.caption, sample.settings, _CAPTIONS_SHOWN)))
-
-
 def hashed_previews(sample: Sample, seed: int) -> list[tuple[str, Image.Image]]:
     """Return ``previews`` of a sample whose files may not have been hashed yet."""
     for file in sample.files:
@@ -133,6 +129,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
             for file in sample.files:
                 numbers[file.path].append(len(images))
             subset, path = sample.group.subset, sample.image.path
+            captions = caption_variants(sample.caption, sample.settings, _CAPTIONS_SHOWN)
             images.append(
                 _known(path, subset, sample.caption_file)
                 | {
@@ -141,7 +138,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
                     "bucket": bucket,
                     "box": crop_box(sample.fit),
                     "random_crop": sample.fit.encoded != sample.fit.bucket,
-                    "captions": _captions_shown(sample),
+                    "captions": list(dict.fromkeys(captions)),
                     "repeats": sample.repeats,
                     "marks": marks_of(sample),
                     "besides": preview_names(sample),

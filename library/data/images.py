@@ -39,16 +39,7 @@ MAX_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 512 MiB
 
 PIXELS_VERSION = 1  # part of every latent's key: raise it when the same file would give other pixels
 DEFAULT_INTERPOLATION = "lanczos"
-_FILTERS = {
-    "lanczos": Image.Resampling.LANCZOS,
-    "area": Image.Resampling.BOX,
-    "box": Image.Resampling.BOX,
-    "bicubic": Image.Resampling.BICUBIC,
-    "cubic": Image.Resampling.BICUBIC,
-    "bilinear": Image.Resampling.BILINEAR,
-    "linear": Image.Resampling.BILINEAR,
-    "nearest": Image.Resampling.NEAREST,
-}
+_OTHER_NAMES = {"area": "box", "cubic": "bicubic", "linear": "bilinear"}  # OpenCV's, as in sd-scripts
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -114,7 +105,8 @@ def reduced(data: bytes, name: str, side: int) -> Image.Image:
 def fit_image(image: Image.Image, fit: Fit, interpolation: str | None) -> Image.Image:
     """Resize an RGB image or a mask and crop it to ``fit.encoded``; Lanczos unless told otherwise."""
     if image.size != fit.resized:
-        image = image.resize(fit.resized, _FILTERS[interpolation or DEFAULT_INTERPOLATION])
+        name = interpolation or DEFAULT_INTERPOLATION
+        image = image.resize(fit.resized, Image.Resampling[_OTHER_NAMES.get(name, name).upper()])
     left, top = fit.offset
     return image.crop((left, top, left + fit.encoded[0], top + fit.encoded[1]))
 

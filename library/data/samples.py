@@ -237,12 +237,21 @@ def _load_subset(
 ) -> list[Sample]:
     """Return the samples of one subset; ``seen``: of each image, as :func:`sizes_seen` returns it."""
     samples: list[Sample] = []
-    for source, (_, times) in zip(sources, seen, strict=True):
+    settings, unit = group.subset.settings, buckets.pixel_multiple
+    for source, (size, times) in zip(sources, seen, strict=True):
         identity = f"{group.subset.written_dir}\n{source.name}"
         identities[identity] += 1
         if identities[identity] > 1:
             identity = f"{identity}\n{identities[identity]}"
-        samples.append(_build_sample(group, source, buckets, sizing, identity, times == 0))
+        for mask in (source.mask, source.inpaint_mask):
+            if mask is not None:
+                check_mask_shape(mask, size)
+        held_out = times == 0
+        fit = buckets.fit(size, settings.random_crop and not held_out, source.image.path)
+        how = (sizing, fit.bucket, unit, settings.resize_interpolation)
+        controls = tuple(ControlImage.of(file, *how) for file in source.control_images)
+        known = (source.image, source.mask, source.caption, fit, max(1, times), identity, held_out, source.inpaint_mask)
+        samples.append(Sample(group, *known, controls, source.caption_file))
     return samples
 
 
@@ -254,23 +263,6 @@ def _mask_lines(subset: Subset, fits: Sequence[tuple[Source, tuple[Fit]]], index
     lines += [f"{remark} ({names_in_short(names, 3)})" for remark, names in alike.items()]
     index.save()
     return [f"{subset.where}: {line}" for line in lines]
-
-
-def _build_sample(
-    group: SampleGroup, source: Source, buckets: Bucketing, sizing: ControlSizing, identity: str, held_out: bool
-) -> Sample:
-    size = source.image.size
-    assert size is not None
-    for mask in (source.mask, source.inpaint_mask):
-        if mask is not None:
-            check_mask_shape(mask, size)
-    settings, unit = group.subset.settings, buckets.pixel_multiple
-    fit = buckets.fit(size, settings.random_crop and not held_out, source.image.path)
-    how = (sizing, fit.bucket, unit, settings.resize_interpolation)
-    controls = tuple(ControlImage.of(file, *how) for file in source.control_images)
-    repeats = 1 if held_out else settings.num_repeats
-    known = (source.image, source.mask, source.caption, fit, repeats, identity, held_out, source.inpaint_mask)
-    return Sample(group, *known, controls, source.caption_file)
 
 
 def check_mask_shape(mask: SourceFile, size: tuple[int, int]) -> None:
