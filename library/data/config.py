@@ -40,20 +40,12 @@ _MASK_SOURCES = ("inpaint_mask_directory", "inpaint_alpha_mask", "inpaint_masks"
 INPAINT_KEYS = (*_MASK_SOURCES, "inpaint_mask_variants", "inpaint_blank")
 REFERENCE_KEYS = ("control_directory", "control_resolution", "no_resize_control")
 
-_NOT_TAKEN: dict[ConditionKind, str] = {
-    "none": "this model generates images from text alone; remove it, or choose {wanted} model",
-    "fill": "this model fills a region of an image; use inpaint_mask_directory, inpaint_alpha_mask or inpaint_masks",
-    "references": "this model edits reference images; use control_directory",
-}
-
 
 def refused_condition_keys(conditioning: ConditionKind) -> dict[str, str]:
     """Return key -> why not and what instead, for the keys that a model of this kind does not take."""
-    refused: dict[str, str] = {}
-    for kind, keys, wanted in (("fill", INPAINT_KEYS, "a fill"), ("references", REFERENCE_KEYS, "an edit")):
-        if conditioning != kind:
-            refused |= dict.fromkeys(keys, _NOT_TAKEN[conditioning].format(wanted=wanted))
-    return refused
+    why = _OF_TRAINERS["conditions"][conditioning]
+    kinds = (("fill", INPAINT_KEYS, "a fill"), ("references", REFERENCE_KEYS, "an edit"))
+    return {key: why.format(wanted=wanted) for kind, keys, wanted in kinds if kind != conditioning for key in keys}
 
 
 @dataclass(frozen=True)
@@ -176,6 +168,11 @@ class Subset:
     control_dir: Path | None = None
     inpaint_mask_dir: Path | None = None
     inpainting: InpaintMasks | None = None  # of a fill model
+
+    @property
+    def companion_dirs(self) -> list[Path]:
+        """The folders of what belongs to its images."""
+        return [path for path in (self.mask_dir, self.control_dir, self.inpaint_mask_dir) if path is not None]
 
 
 @dataclass(frozen=True)

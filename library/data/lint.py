@@ -1,19 +1,5 @@
 """What is wrong with a dataset, or looks as if it were, before hours are spent on it.
 
-=============  =======================================================================================================
-unreadable     an image, mask or control image that does not decode to its end
-mask           a mask in other proportions than its image
-mask value     a mask of one value, or one that can be read in two ways
-control        a control image in other proportions than its image (refused never, stretched never: but cropped)
-setup          what training would refuse: a missing file, a caption that is no UTF-8, an image without a bucket
-duplicate      images of the same bytes
-caption        empty captions, and one caption for several images
-lines          captions of several lines of which the first is trained on
-long           captions with more tokens than the model's text encoder reads
-trigger        a trigger word that captions use for something else
-upscaled       images smaller than their bucket, which are enlarged
-=============  =======================================================================================================
-
 ``check`` looks at everything; ``summarise`` only at what is known without opening an image.
 """
 
@@ -35,26 +21,14 @@ from library.data.mask_files import REFUSED, look_at_masks
 from library.data.samples import FindSources, Sample, cache_folder, sizes_seen
 from library.data.sources import Source, captions_beside, find_sources, is_image, lines_read, note_frames, note_lines
 from library.errors import UserError, counted, names_in_short
+from library.files import read_toml
 
 Advance = Callable[[int], None]
 Start = Callable[[str, int], Advance]
 TooLong = Callable[[Iterable[str]], Mapping[str, tuple[int, int]]]  # library.models.text.TextEncoder.too_long
 Caption = tuple[str, str, SubsetSettings]  # of an image: its path, raw caption, what its subset says
 
-ERRORS = ("unreadable", "mask", "setup")  # training would stop at these
-TITLES = {
-    "unreadable": "Unreadable or cut off",
-    "setup": "Refused by training",
-    "mask": "Masks of another shape",
-    "mask value": "Masks that say little",
-    "control": "Control images of another shape",
-    "duplicate": "The same file twice",
-    "caption": "Captions",
-    "lines": "Captions of several lines",
-    "long": "Longer than the text encoder reads",
-    "trigger": "Trigger words",
-    "upscaled": "Smaller than their bucket",
-}
+KINDS = read_toml(Path(__file__).with_name("finding_kinds.toml"))[0]
 
 
 @dataclass(frozen=True)
@@ -68,7 +42,7 @@ class Finding:
     @property
     def is_error(self) -> bool:
         """Whether training would stop at it."""
-        return self.kind in ERRORS
+        return bool(KINDS[self.kind]["is_error"])
 
 
 @dataclass(frozen=True)
@@ -81,8 +55,8 @@ class Report:
     sizes: tuple[str, ...] = ()  # of each dataset, whose rule finds its shapes, and what they keep
 
     def by_kind(self) -> dict[str, list[Finding]]:
-        """Return the findings of each kind, in the order of :data:`TITLES`, kinds without any left out."""
-        found = {kind: [finding for finding in self.findings if finding.kind == kind] for kind in TITLES}
+        """Return the findings of each kind, in the order of :data:`KINDS`, kinds without any left out."""
+        found = {kind: [finding for finding in self.findings if finding.kind == kind] for kind in KINDS}
         return {kind: findings for kind, findings in found.items() if findings}
 
     def lines(self) -> list[str]:
@@ -92,10 +66,9 @@ class Report:
 
 def title(found: Sequence[Finding]) -> str:
     """Return what findings of one kind are about, and how many images they name: "Captions: 3 images"."""
-    kind = found[0].kind
-    alone = kind in ("mask", "mask value", "control")
-    named = {path for one in found for path in (one.paths[:1] if alone else one.paths)}
-    return f"{TITLES[kind]}: {counted(len(named), 'image')}" if named else TITLES[kind]
+    kind = KINDS[found[0].kind]
+    named = {path for one in found for path in (one.paths[:1] if kind["names_one"] else one.paths)}
+    return f"{kind['title']}: {counted(len(named), 'image')}" if named else str(kind["title"])
 
 
 def check(

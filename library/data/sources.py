@@ -158,29 +158,27 @@ def _find_control_images(
     """Return the control images of every image in their order; none for an image without."""
     files, plain = _list_images(folder, recursive)
     stems = [_companion(name, recursive) for name in images]
-    known = set(stems)
-    numbered: dict[str, dict[int, str]] = defaultdict(dict)
+    known, used = set(stems), set[str]()
+    of_image: dict[str, dict[int, str]] = defaultdict(dict)  # stem -> number -> name; -1: of the image's own name
     for its_stem, name in plain.items():
-        match = _NUMBERED.fullmatch(its_stem)
-        if match and match[1] in known and its_stem not in known:
-            other = numbered[match[1]].setdefault(int(match[2]), name)
-            if other != name:
+        match = None if its_stem in known else _NUMBERED.fullmatch(its_stem)
+        owner, number = (match[1], int(match[2])) if match else (its_stem, -1)
+        if owner in known:
+            used.add(its_stem)
+            if (other := of_image[owner].setdefault(number, name)) != name:
                 both = f"{other} and {name}"
                 raise UserError(f"{where}: control_directory {folder} holds {both}, of one number; remove one")
     found: list[tuple[SourceFile, ...]] = []
-    used: set[str] = set()
     for its_stem in stems:
-        numbers = numbered.get(its_stem, {})
-        if its_stem in plain and numbers:
-            both = f"{plain[its_stem]} and {numbers[min(numbers)]}"
+        names = dict(sorted(of_image.get(its_stem, {}).items()))
+        if -1 in names and len(names) > 1:
+            both = " and ".join([*names.values()][:2])
             raise UserError(f"{where}: control_directory {folder} holds {both}; number all of an image's or none")
-        missing = next((n for n in range(len(numbers)) if n not in numbers), None)
-        if missing is not None:
+        missing = next((n for n in range(len(names)) if n not in names), None)
+        if missing is not None and -1 not in names:
             named = f"{its_stem}_{missing}"
             raise UserError(f"{where}: control_directory {folder} holds no {named} but higher numbers; count from 0")
-        names = [plain[its_stem]] if its_stem in plain else [numbers[n] for n in sorted(numbers)]
-        used.update(stem(name) for name in names)
-        found.append(tuple(index.image(f"{folder}{os.sep}{name}", files[name]) for name in names))
+        found.append(tuple(index.image(f"{folder}{os.sep}{name}", files[name]) for name in names.values()))
     _note_unused(where, "control images", folder, plain, used, warnings)
     return found
 
@@ -212,8 +210,7 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
     folder = subset.image_dir
     assert folder is not None
     recursive, dangling = subset.settings.recursive, list[str]()
-    of_others = [path for path in (subset.mask_dir, subset.control_dir, subset.inpaint_mask_dir) if path is not None]
-    besides = [path for path in (*of_others, index.folder) if path != folder]
+    besides = [path for path in (*subset.companion_dirs, index.folder) if path != folder]
     files = list_folder(folder, recursive, besides, dangling)
     names = [name for name in files if is_image(name)]
     inside = [] if recursive else list(filter(is_image, files_inside(folder, besides)))
@@ -236,7 +233,11 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
     for name in names:
         source = Source(name, index.image(f"{folder}{os.sep}{name}", files[name]), subset.settings.class_tokens or "")
         if beside := captions.get(name):
-            source = _with_caption(source, f"{folder}{os.sep}{beside}", files[beside], subset, index)
+            path = f"{folder}{os.sep}{beside}"
+            caption, more = lines_read(index.caption(path, files[beside]), subset.settings)
+            if not caption:
+                raise UserError(f"{path}: empty caption; write one, or delete the file to use class_tokens")
+            source = replace(source, caption=caption, more_lines=more, caption_file=path)
         else:
             without.append(name)
         found.append(source)
@@ -277,8 +278,7 @@ def uncaptioned(subset: Subset) -> dict[Path, Path]:
     assert folder is not None
     if is_image(f"x{suffix}"):
         raise UserError(f"{subset.where}: caption_extension {suffix!r} is that of an image; name another, as '.txt'")
-    besides = [path for path in (subset.mask_dir, subset.control_dir, subset.inpaint_mask_dir) if path != folder]
-    files = list_folder(folder, subset.settings.recursive, [path for path in besides if path is not None])
+    files = list_folder(folder, subset.settings.recursive, [path for path in subset.companion_dirs if path != folder])
     captions = captions_beside(files, subset)
     without = [name for name in files if is_image(name) and name not in captions]
     return {folder / name: folder / (stem(name) + suffix) for name in without}
@@ -288,13 +288,6 @@ def caption_suffix(subset: Subset) -> str:
     """Return what follows an image's stem in the name of its caption's file; the dot may be left out in the TOML."""
     suffix = subset.settings.caption_extension
     return suffix if not suffix or suffix.startswith(".") else f".{suffix}"
-
-
-def _with_caption(source: Source, path: str, stat: Stats, subset: Subset, index: FileIndex) -> Source:
-    caption, more = lines_read(index.caption(path, stat), subset.settings)
-    if not caption:
-        raise UserError(f"{path}: empty caption; write one, or delete the file to use class_tokens")
-    return replace(source, caption=caption, more_lines=more, caption_file=path)
 
 
 def lines_read(text: str, settings: SubsetSettings) -> tuple[str, bool]:
