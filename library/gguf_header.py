@@ -130,10 +130,13 @@ class _Header:
         if version not in (2, 3):
             raise UserError(f"GGUF version {version}; 2 and 3 are read: convert it again")
         tensors, values = self._number("Q"), self._number("Q")
-        metadata, shapes, alignment = self._metadata(values)
+        metadata = self._metadata(values)
+        alignment = metadata.get("general.alignment", 32)
+        if alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"an alignment of {alignment}")
         if int(metadata.get("split.count", 1)) > 1:
             raise UserError("one of several parts of a GGUF model; join them first (llama-gguf-split --merge)")
-        header = self._tensors(tensors, shapes)
+        header = self._tensors(tensors, metadata)
         start = -(-self.file.tell() // alignment) * alignment
         self._check_places(header, None if may_be_cut else self.size - start, alignment)
         names = _NAMES.get(metadata.get("general.architecture", ""), {})
@@ -141,32 +144,19 @@ class _Header:
         named = {_renamed(name, names): entry for name, entry in header.items()}
         return {"__metadata__": texts, **named}, start, metadata
 
-    def _metadata(self, count: int) -> tuple[dict[str, Any], dict[str, list[int]], int]:
-        """Return values by name, original shapes by tensor, and the alignment."""
+    def _metadata(self, count: int) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
-        shapes: dict[str, list[int]] = {}
-        alignment = 32
         for _ in range(count):
             name, kind = self._string(), self._number("I")
             if name in metadata:
                 raise ValueError(f"the header has {name!r} twice")
-            if kind == _ARRAY:
-                is_shape = name.startswith(_ORIGINAL_SHAPE)
-                found = self._array(keep=self.whole or is_shape)
-                if is_shape and found and len(found) < 64 and all(type(side) is int for side in found):
-                    shapes[name.removeprefix(_ORIGINAL_SHAPE)] = found
-                metadata[name] = found
-                continue
-            value = metadata[name] = self._value(kind)
-            if name == "general.alignment":
-                if type(value) is not int or value < 1 or value & (value - 1):
-                    raise ValueError(f"an alignment of {value}")
-                alignment = value
+            keep = self.whole or name.startswith(_ORIGINAL_SHAPE)
+            metadata[name] = self._array(keep) if kind == _ARRAY else self._value(kind)
         for name, value in metadata.items():
             _check_type(name, value)
-        return metadata, shapes, alignment
+        return metadata
 
-    def _tensors(self, count: int, shapes: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
+    def _tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         header: dict[str, dict[str, Any]] = {}
@@ -187,7 +177,9 @@ class _Header:
             numbers = math.prod(sides)
             if (sides[0] if sides else 1) % block or numbers >= 2**63:
                 raise ValueError(f"{name!r} of shape {sides[::-1]} is no whole number of blocks of {kind.name}")
-            shape = shapes.get(name, sides[::-1])
+            shape = metadata.get(f"{_ORIGINAL_SHAPE}{name}")
+            if not (isinstance(shape, list) and 0 < len(shape) < 64 and all(type(side) is int for side in shape)):
+                shape = sides[::-1]
             if math.prod(shape) != numbers or min(shape, default=1) < 0:
                 raise ValueError(f"{name!r} holds {numbers} numbers and had the shape {shape}")
             end = offset + numbers // block * block_bytes
