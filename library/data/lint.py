@@ -83,39 +83,36 @@ def check(
         too_long: which captions the model's text encoder does not read to their end.
         seed: the training's, which chooses the held-out images.
     """
-    findings: list[Finding] = []
+    findings, captions, notes, sizes = list[Finding](), list[Caption](), list[str](), list[str]()
     images: dict[str, SourceFile] = {}
-    captions: list[Caption] = []
-    notes, sizes = list[str](), list[str]()
+    problems: dict[str, str] = {}  # by path of an unreadable file
     for _, [*datasets] in groupby(config.datasets, key=lambda dataset: dataset.number):  # each resolution of a table
-        loaded: list[tuple[Subset, FileIndex, list[Source], dict[str, str]]] = []
+        loaded: list[tuple[Subset, FileIndex, list[Source]]] = []
+        used: list[tuple[Size, int]] = []
         for subset in datasets[0].subsets:
             index = FileIndex(cache_folder(datasets[0], subset))
             sources = _sources(subset, index, findings, notes, config.conditioning)
             files = {file.path: file for source in sources for file in source.files}
-            problems = index.decode(files.values(), partial(start, f"checking {subset.written_dir}"))
-            findings += [Finding("unreadable", (path,), f"{Path(path).name}: {why}") for path, why in problems.items()]
-            notes += note_frames(subset.where, {source.name: source.image.frames for source in sources})
-            loaded.append((subset, index, sources, problems))
-        used: list[tuple[Size, int]] = []
-        for subset, _, sources, problems in loaded:
+            broken = index.decode(files.values(), partial(start, f"checking {subset.written_dir}"))
+            findings += [Finding("unreadable", (path,), f"{Path(path).name}: {why}") for path, why in broken.items()]
+            problems |= broken
             whole = [each for each in sources if each.image.size and each.image.path not in problems]
             used += sizes_seen(subset, whole, seed) if subset.settings.num_repeats else []
+            loaded.append((subset, index, sources))
         buckets = [Bucketing(dataset, pixel_multiple, used) for dataset in datasets]
         sizes += [f"{dataset.where}: {describe_sizes(dataset, pixel_multiple, used)}" for dataset in datasets]
-        for subset, index, sources, problems in loaded:
+        for subset, index, sources in loaded:
             images_read = list[tuple[Source, list[Fit]]]()
             for source in sources:
                 found, fits = _of_image(source, problems, subset, buckets if subset.settings.num_repeats else ())
                 findings += found
                 if not problems.keys() & {file.path for file in source.files}:
                     images_read.append((source, fits))
-            lines, remarks = look_at_masks(images_read, subset.settings, index)
-            notes += [f"{subset.where}: {line}" for line in lines]
+            lines, remarks = look_at_masks(images_read, subset, index)
+            notes += [*note_frames(subset.where, sources), *lines]
             for image, path, remark in remarks:
                 kind = "setup" if remark.endswith(REFUSED) else "mask value"
                 findings.append(Finding(kind, tuple({image: 1, path: 1}), f"{Path(path).name}: {remark}"))
-            index.save()
             unread = tuple(source.image.path for source in sources if source.more_lines)
             findings += [Finding("lines", unread, text) for text in note_lines(subset.where, sources)]
             captions += [(source.image.path, source.caption, subset.settings) for source in sources]

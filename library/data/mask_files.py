@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image, ImageChops
 
 from library.data.buckets import Fit
-from library.data.config import SubsetSettings
+from library.data.config import Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile
 from library.data.images import decode
 from library.data.masks import Mask
@@ -93,16 +93,16 @@ def look_at_mask(path: str, key: MaskKey) -> tuple[str, str, Sequence[float]]:
 
 
 def look_at_masks(
-    images: Sequence[tuple[Source, Sequence[Fit]]], settings: SubsetSettings, index: FileIndex
+    images: Sequence[tuple[Source, Sequence[Fit]]], subset: Subset, index: FileIndex
 ) -> tuple[list[str], list[tuple[str, str, str]]]:
     """Return a line on how each folder of masks is read, and the remarks on masks: image, file, remark.
 
     Args:
         images: of a subset, with how they are cropped at each resolution.
-        settings: of the subset.
+        subset: theirs.
         index: remembers what was read.
     """
-    lines, remarks = list[str](), list[tuple[str, str, str]]()
+    lines, remarks, settings = list[str](), list[tuple[str, str, str]](), subset.settings
     for key in get_args(MaskKey):
         masks = [(image, file, fits) for image, fits in images if (file := _mask_of(image, key, settings))]
         looked = index.look(key, [file for _, file, _ in masks], partial(look_at_mask, key=key))
@@ -114,7 +114,8 @@ def look_at_masks(
         if looked and getattr(settings, key) is not True:
             by_alpha = sum(source == "alpha" for source, *_ in looked.values())
             read = f"{by_alpha} by alpha (opaque counts), {len(looked) - by_alpha} by luminance (white counts)"
-            lines.append(f"{key}: {counted(len(looked), 'mask')} read, {read}")
+            lines.append(f"{subset.where}: {key}: {counted(len(looked), 'mask')} read, {read}")
+    index.save()
     return lines, remarks
 
 

@@ -183,8 +183,7 @@ def scan(
             sources = find(subset, index, result.warnings, config.conditioning)
             index.measure({file.path: file for source in sources for file in source.files}.values())
             index.save()
-            result.warnings.extend(note_frames(subset.where, {source.name: source.image.frames for source in sources}))
-            result.warnings.extend(note_lines(subset.where, sources))
+            result.warnings.extend([*note_frames(subset.where, sources), *note_lines(subset.where, sources)])
             loaded.append((group, sources, sizes_seen(subset, sources, seed)))
         images = [image for _, _, seen in loaded for image in seen]
         buckets = Bucketing(dataset, pixel_multiple, images)
@@ -256,13 +255,11 @@ def _load_subset(
 
 
 def _mask_lines(subset: Subset, fits: Sequence[tuple[Source, tuple[Fit]]], index: FileIndex) -> list[str]:
-    lines, remarks = look_at_masks(fits, subset.settings, index)
+    lines, remarks = look_at_masks(fits, subset, index)
     alike: dict[str, list[str]] = defaultdict(list)
     for _, path, remark in remarks:
         alike[remark].append(Path(path).name)
-    lines += [f"{remark} ({names_in_short(names, 3)})" for remark, names in alike.items()]
-    index.save()
-    return [f"{subset.where}: {line}" for line in lines]
+    return lines + [f"{subset.where}: {remark} ({names_in_short(names, 3)})" for remark, names in alike.items()]
 
 
 def check_mask_shape(mask: SourceFile, size: tuple[int, int]) -> None:

@@ -26,7 +26,7 @@ import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -453,10 +453,10 @@ def _some_of(names: Sequence[str], total: int) -> str:
     return f"{len(names)} of {counted(total, 'image')} ({names_in_short(names, _MOST_NAMED)})"
 
 
-def note_frames(where: str, frames: Mapping[str, int]) -> list[str]:
-    """Return a note on the images (name -> frames or pages) of which only the first frame is used, if there are any."""
-    many = [f"{name}: {count}" for name, count in frames.items() if count > 1]
-    text = f"{where}: several frames or pages in {_some_of(many, len(frames))}; the first of each is trained on"
+def note_frames(where: str, sources: Sequence[Source]) -> list[str]:
+    """Return a note on the images of which only the first of several frames or pages is used, if there are any."""
+    many = [f"{source.name}: {source.image.frames}" for source in sources if source.image.frames > 1]
+    text = f"{where}: several frames or pages in {_some_of(many, len(sources))}; the first of each is trained on"
     return [text] if many else []
 
 
