@@ -178,7 +178,7 @@ def clear_leftovers(folder: str | Path) -> list[Path]:
 
 def _in_use(match: re.Match[str], leftover: Path) -> bool:
     machine, pid, owner = match["machine"], match["pid"], f"{match['machine']}-{match['pid']}-{match['begun']}"
-    if owner == _this_process():
+    if owner == _process_name(os.getpid()):
         return False  # what is looked for at the start was not made by this process, but by one of the same numbers
     if machine == machine_name() and match["begun"] != "0":
         return process_began(int(pid)) == int(match["begun"])
@@ -192,11 +192,7 @@ def _beside(target: Path, kind: str) -> Path:
     if not target.name:  # "." and "/"
         raise WriteError(target, "is a folder")
     thread = f"-{threading.get_native_id()}" if threading.current_thread() is not threading.main_thread() else ""
-    return target.with_name(f".{target.name}.{_this_process()}{thread}.{kind}")
-
-
-def _this_process() -> str:
-    return _process_name(os.getpid())
+    return target.with_name(f".{target.name}.{_process_name(os.getpid())}{thread}.{kind}")
 
 
 @functools.lru_cache(maxsize=4)  # a forked process has another number

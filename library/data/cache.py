@@ -35,7 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -66,6 +66,7 @@ _MOST_CHECKED = 4 << 30  # bytes of cache files that are read at the start of a 
 _DECODERS = 4  # threads that decode and resize ahead while the encoder works
 _PREVIEWED = 4  # masks of an image that are shown
 
+_Job = TypeVar("_Job")
 Progress = Callable[[str, int], Callable[[int], None]]  # progress(description, total) -> advance(by)
 
 
@@ -131,25 +132,25 @@ class EncodeJob:
     load: Callable[[int], tuple[Tensor, dict[str, Tensor]]]
 
 
-def missing_latents(samples: Iterable[Sample], seed: int, fingerprint: str) -> list[EncodeJob]:
-    """Return the files, of conditions too, that are not in the cache yet, each once, in a fixed order.
+def absent(jobs: Iterable[tuple[Path, _Job]]) -> list[_Job]:
+    """Return the jobs whose files are not in the cache yet, each once, in their order."""
+    present: dict[Path, set[str]] = {}
+    found: dict[Path, _Job] = {}
+    for path, job in jobs:
+        if (folder := path.parent) not in present:
+            present[folder] = readable_files(folder)
+        if path.name not in present[folder]:
+            found.setdefault(path, job)
+    return [*found.values()]
+
+
+def latent_jobs(samples: Iterable[Sample], seed: int, fingerprint: str) -> Iterator[EncodeJob]:
+    """Yield the files of latents and conditions that samples need, in a fixed order; samples may share one.
 
     Contents must have been hashed. ``seed`` is what generated masks follow from, ``fingerprint`` the encoder's.
     """
-    present: dict[Path, set[str]] = {}
-    jobs: dict[Path, EncodeJob] = {}
-    for job in (job for sample in samples for job in _jobs_of(sample, seed, fingerprint)):
-        if (folder := job.path.parent) not in present:
-            present[folder] = readable_files(folder)
-        if job.path.name not in present[folder]:
-            jobs.setdefault(job.path, job)
-    return list(jobs.values())
-
-
-def _jobs_of(sample: Sample, seed: int, fingerprint: str) -> Iterator[EncodeJob]:
-    """Yield every file that a sample needs."""
-    image, size, conditions = sample.image.path, sample.fit.encoded, sample.group.cache / "conditions"
-    for flipped in sample.orientations:
+    for sample, flipped in ((each, flipped) for each in samples for flipped in each.orientations):
+        image, size, conditions = sample.image.path, sample.fit.encoded, sample.group.cache / "conditions"
         load: Callable = functools.partial(_load_sample, sample, flipped)
         yield EncodeJob(latent_path(sample, flipped, fingerprint), "latents", image, size, load)
         for variant in range(sample.mask_variants):
@@ -349,11 +350,6 @@ def readable_files(folder: Path) -> set[str]:
     return complete
 
 
-def cached_paths(samples: Iterable[Sample], seed: int, fingerprint: str) -> list[Path]:
-    """Return where latents and conditions of ``samples`` lie; arguments as of :func:`missing_latents`."""
-    return [job.path for sample in samples for job in _jobs_of(sample, seed, fingerprint)]
-
-
 def discard_damaged(paths: Iterable[Path], say: Callable[[str], object]) -> None:
     """Delete the files among ``paths`` that are not what was written, so that they are made again; say which.
 
@@ -493,15 +489,6 @@ class TextJob:
     def path(self, folder: Path, fingerprint: str) -> Path:
         """Return its embeddings' cache file below the cache ``folder``."""
         return folder / "text" / self.file(fingerprint)
-
-
-def missing_texts(folder: Path, jobs: Iterable[TextJob], fingerprint: str) -> list[TextJob]:
-    """Return those jobs whose embeddings are not in the cache yet, each once, in their order."""
-    present = readable_files(folder / "text")
-    by_file: dict[str, TextJob] = {}
-    for job in jobs:
-        by_file.setdefault(job.file(fingerprint), job)
-    return [job for name, job in by_file.items() if name not in present]
 
 
 def encode_texts(

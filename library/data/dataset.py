@@ -37,11 +37,10 @@ from library.data.cache import (
     Progress,
     TextEncoder,
     TextJob,
-    cached_paths,
+    absent,
     encode_latents,
     encode_texts,
-    missing_latents,
-    missing_texts,
+    latent_jobs,
     read_cached,
 )
 from library.data.captions import has_word
@@ -349,21 +348,22 @@ class TrainingData:
         self._hash_contents()
         for dataset in self._datasets:
             dataset.image_fingerprint = fingerprint
-        return missing_latents(self._samples, self.seed, fingerprint)
+        return absent((job.path, job) for job in latent_jobs(self._samples, self.seed, fingerprint))
 
     @collecting_later()
     def missing_text(
         self, fingerprint: str, extra: Sequence[TextJob | str] = (), sees_references: bool = False
     ) -> list[TextJob]:
         """Return the captions that a text encoder with this fingerprint has yet to encode; see :meth:`cache_text`."""
-        return missing_texts(self.text_folder, self._texts(fingerprint, extra, sees_references), fingerprint)
+        jobs = self._texts(fingerprint, extra, sees_references)
+        return absent((job.path(self.text_folder, fingerprint), job) for job in jobs)
 
     def cached_files(self, encoder: ImageEncoder, text_encoder: TextEncoder, extra: Sequence[TextJob]) -> list[Path]:
         """Return where all latents, conditions and text embeddings lie once they are cached by these encoders."""
         self._hash_contents()
         name, folder = text_encoder.fingerprint, self.text_folder
         texts = [job.path(folder, name) for job in self._texts(name, extra, text_encoder.sees_references)]
-        return [*cached_paths(self._samples, self.seed, encoder.fingerprint), *texts]
+        return [*(job.path for job in latent_jobs(self._samples, self.seed, encoder.fingerprint)), *texts]
 
     def _texts(self, fingerprint: str, extra: Sequence[TextJob | str], sees_references: bool) -> list[TextJob]:
         for dataset in self._datasets:
