@@ -47,14 +47,6 @@ from torch.utils.data import DataLoader
 from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
 from library.errors import UserError
 
-# Engines that ``accelerate launch`` switches on through the environment. Tandem sets up its own.
-_FOREIGN_ENGINES = (
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_MEGATRON_LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG",
-)
-
 
 def build_accelerator(
     accelerate: AccelerateConfig,
@@ -75,9 +67,7 @@ def build_accelerator(
     parallel, world = parallel or ParallelConfig(), int(os.environ.get("WORLD_SIZE", "1"))
     replicas, timeout = parallel.replicas(world), timedelta(minutes=accelerate.ddp_timeout)
     on_cpu = not torch.cuda.is_available()
-    _check_surroundings(training.mixed_precision, world, on_cpu)
-    if accelerate.torch_compile is True and accelerate.dynamo_backend == "inductor" and not on_cpu:
-        _check_triton()
+    _check_surroundings(accelerate, training.mixed_precision, world, on_cpu)
     if parallel.shard > 1 and on_cpu:
         _let_accelerate_shard_on_a_cpu(timeout)
     # torch would have it another name, which accelerate does not know
@@ -118,15 +108,18 @@ def build_accelerator(
     for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         os.environ.pop(variable, None)  # accelerate has set it; a run that follows would take it for asked
     if stage is not None:
-        _hide_from_transformers()
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # transformers, told of stage 3 by accelerate, would split text encoders too
         accelerator.native_amp = training.mixed_precision == "bf16"  # accelerate leaves this to DeepSpeed
     _verify(accelerator, training.mixed_precision, parallel)
     return accelerator
 
 
-def _check_surroundings(mixed_precision: str, world: int, on_cpu: bool) -> None:
+def _check_surroundings(accelerate: AccelerateConfig, mixed_precision: str, world: int, on_cpu: bool) -> None:
     """Refuse what the environment asks for beside the training file, and what this machine cannot do."""
-    for variable in _FOREIGN_ENGINES:
+    for engine in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"):  # of accelerate launch
+        variable = f"ACCELERATE_USE_{engine}"
         if os.environ.get(variable, "false").lower() in ("1", "true"):
             raise UserError(
                 f"{variable}: accelerate's configuration asks for an engine that the training file does not name; "
@@ -138,6 +131,12 @@ def _check_surroundings(mixed_precision: str, world: int, on_cpu: bool) -> None:
         raise UserError(
             f"{world} processes: GPUs communicate through NCCL, which PyTorch for Windows does not have; "
             "start one process, or train in WSL 2"
+        )
+    compiles = accelerate.torch_compile is True and accelerate.dynamo_backend == "inductor" and not on_cpu
+    if compiles and not has_triton_package():
+        raise UserError(
+            "torch_compile: needs triton, which is not installed; pip install triton, on Windows triton-windows, "
+            "or remove torch_compile"
         )
 
 
@@ -196,15 +195,6 @@ def _trackers(logging: LoggingConfig) -> list[str] | None:
     if logging.log_with != "tensorboard" and not is_wandb_available():
         raise UserError("log_with: wandb is not installed; pip install wandb, or use tensorboard")
     return ["tensorboard", "wandb"] if logging.log_with == "all" else [logging.log_with]
-
-
-def _check_triton() -> None:
-    """Refuse to compile without what the compiler writes its kernels in."""
-    if not has_triton_package():
-        raise UserError(
-            "torch_compile: needs triton, which is not installed; pip install triton, on Windows triton-windows, "
-            "or remove torch_compile"
-        )
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
@@ -346,13 +336,6 @@ def _zero_plugin(stage: int, accumulation: int) -> Any:
         },
     }
     return DeepSpeedPlugin(hf_ds_config=settings, zero3_init_flag=False)
-
-
-def _hide_from_transformers() -> None:
-    """Let transformers load models whole: accelerate tells it of stage 3, and it would split text encoders, too."""
-    from transformers.integrations import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
 
 
 def release() -> None:

@@ -41,30 +41,15 @@ from library.data.config import Dataset, DatasetConfig, Subset
 from library.data.dataset import TrainingData
 from library.data.samples import Sample
 from library.errors import UserError
+from library.files import read_toml
 from library.models.registry import lora_targets
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Position
 from library.training.optim.factory import describe_optimizer
 
-_OFF: dict[str, object] = {  # sd-scripts' own values for what is not used
-    **dict.fromkeys(("v2", "full_fp16", "lowram", "fp8_base_unet", "noise_offset_random_strength"), False),
-    **dict.fromkeys(("zero_terminal_snr", "debiased_estimation"), False),
-    **dict.fromkeys(("clip_skip", "max_token_length", "face_crop_aug_range", "noise_offset"), None),
-    **dict.fromkeys(("multires_noise_iterations", "adaptive_noise_scale", "min_snr_gamma"), None),
-    "max_validation_steps": None,
-}
-# What sd-scripts writes with no_metadata too: SS_METADATA_MINIMUM_KEYS there.
-LEAST_FACTS = {"v2", "base_model_version", "network_module", "network_dim", "network_alpha", "network_args"}
-_IMAGE_OPTIONS = {  # section -> its options that sd-scripts writes under their own names
-    "optimizer": ("lr_warmup_steps", "max_grad_norm"),
-    "training": ("gradient_checkpointing", "full_bf16", "prior_loss_weight"),
-    "flow": (
-        *("timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "weighting_scheme", "logit_mean", "logit_std"),
-        *("mode_scale", "guidance_scale", "loss_type", "huber_c", "masked_loss", "ip_noise_gamma_random_strength"),
-    ),
-    "validation": ("validate_every_n_steps", "validate_every_n_epochs"),
-    "precision": ("fp8_base",),
-}
+_KEYS = read_toml(Path(__file__).with_name("sd_scripts_metadata.toml"))[0]
+_OFF: dict[str, object] = dict.fromkeys(_KEYS["off"]["false"], False) | dict.fromkeys(_KEYS["off"]["none"])
+LEAST_FACTS = set(_KEYS["least"])  # what sd-scripts writes with no_metadata too
 
 
 def lora_facts(config: TrainConfig | ChatTrainConfig, started_at: float, total_steps: int) -> dict[str, object]:
@@ -114,7 +99,7 @@ def image_facts(
     facts: dict[str, object] = {
         **_OFF,
         **lora_targets()[config.model.model_type].kohya_facts,
-        **{key: getattr(getattr(config, section), key) for section, keys in _IMAGE_OPTIONS.items() for key in keys},
+        **{key: getattr(getattr(config, section), key) for section, keys in _KEYS["options"].items() for key in keys},
         **dataset_facts(data, dp_rank.step_batches),
         **model_file_facts("sd_model", config.model.pretrained_model_name_or_path, memory),
         **model_file_facts("vae", config.model.ae or config.model.vae, memory),
@@ -191,15 +176,6 @@ def _cut_images(prompt: str) -> str:
 # most frequent tags are kept, as many as fit.
 TAG_BYTES = 1 << 18
 
-_SUBSET_KEYS = (
-    *("num_repeats", "flip_aug", "random_crop", "shuffle_caption", "keep_tokens", "keep_tokens_separator"),
-    *("secondary_separator", "enable_wildcard", "caption_prefix", "caption_suffix", "resize_interpolation"),
-)
-_ONE_VALUE_KEYS = (  # of subsets; said of the whole where all of them agree
-    *("flip_aug", "random_crop", "shuffle_caption", "keep_tokens", "caption_dropout_rate"),
-    *("caption_dropout_every_n_epochs", "caption_tag_dropout_rate", "resize_interpolation"),
-)
-
 
 def dataset_facts(data: TrainingData, batches_at_once: int) -> dict[str, object]:
     """Return what is known of the images, under sd-scripts' names without ``ss_``.
@@ -258,7 +234,7 @@ def _describe(
 def _describe_subset(subset: Subset, samples: list[Sample]) -> dict[str, Any]:
     settings = subset.settings
     described: dict[str, Any] = {"img_count": len(samples), "color_aug": False}
-    described |= {key: getattr(settings, key) for key in _SUBSET_KEYS}
+    described |= {key: getattr(settings, key) for key in _KEYS["subset"]}
     if settings.image_dir:
         described["image_dir"] = PurePath(settings.image_dir).name
     if settings.metadata_file:
@@ -277,7 +253,7 @@ def _facts_of_one(dataset: Dataset, described: Mapping[str, Any], batches_at_onc
     subsets = [subset.settings for subset in dataset.subsets]
     held_out = max(subsets, key=lambda one: one.validation_split)
     facts |= {key: getattr(held_out, key) for key in ("validation_seed", "validation_split")}
-    for key in _ONE_VALUE_KEYS:
+    for key in _KEYS["one_value"]:
         if len({getattr(one, key) for one in subsets}) == 1:
             facts[key] = getattr(subsets[0], key)
     return facts

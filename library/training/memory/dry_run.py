@@ -29,7 +29,6 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from PIL import Image
 from torch import Tensor, nn
 
@@ -44,7 +43,7 @@ from library.errors import UserError
 from library.models.family import Family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
-from library.processes import agreed
+from library.processes import agreed, from_all_processes
 from library.randomness import generator
 from library.training.engine import Engine
 from library.training.memory.block_swap import swappable
@@ -129,6 +128,11 @@ def plan_memory(build: Build, config: TrainConfig, source: Source | None = None)
             ) from error
         write_checked_json(kept, asdict(counted))
         answer = read_checked_json(kept)
+    return _as_plan(answer)
+
+
+def _as_plan(answer: dict[str, Any]) -> MemoryPlan:
+    """Return the plan that was written as JSON."""
     return MemoryPlan(**answer | {"swappable": tuple(answer["swappable"])})
 
 
@@ -339,7 +343,7 @@ def fit_memory(task: ImageTask, config: TrainConfig, console: Console) -> Traini
         or (training.memory_dry_run is None and (on_cpu or config.parallel.splits_model or config.parallel.zero))
     ):
         return training
-    limit = _limit(task.accelerator)
+    limit = min(from_all_processes(available_bytes(task.accelerator.device)))  # all processes decide alike
     room, count = room_in(limit, on_cpu), functools.partial(_count, task)
     if training.memory == "auto":
         chosen = choose(config, room, count, on_cpu)
@@ -378,30 +382,18 @@ def _too_much(plan: MemoryPlan, limit: int, remedy: str) -> UserError:
     return UserError(f"memory dry run: a step of {plan.batch} needs about {needed} of {in_words(limit)}; {remedy}")
 
 
-def _limit(accelerator: Accelerator) -> int:
-    """Return the bytes that there are for this and every other process."""
-    limit = available_bytes(accelerator.device)
-    if accelerator.num_processes == 1:
-        return limit
-    limits = torch.tensor([limit], dtype=torch.int64, device=accelerator.device)
-    return int(accelerator.gather(limits).min())  # all processes decide alike
-
-
 def _count(task: ImageTask, config: TrainConfig) -> MemoryPlan:
     """Return what the starting run will take; the main process counts for all.
 
     Raises:
         UserError: the configuration cannot run; on all processes.
     """
-    found: list[Any] = [None]
+    found = None
     with agreed("counting the memory of a step"):
         if task.accelerator.is_main_process:
-            found = [plan_memory(type(task), config)]
-    plan: MemoryPlan
-    if task.accelerator.num_processes == 1:
-        (plan,) = found
-    else:
-        (plan,) = broadcast_object_list(found)
+            found = asdict(plan_memory(type(task), config))
+    plan = _as_plan(from_all_processes(found)[0])
+    if task.accelerator.num_processes > 1:
         # DDP reduces in buckets that are a copy of the gradients
         phases = {phase: {**p, "gradients": 2 * p.get("gradients", 0)} for phase, p in plan.phases.items()}
         plan = replace(plan, phases=phases)

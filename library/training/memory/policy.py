@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from library.config.schema import TrainConfig
 from library.errors import UserError
+from library.files import read_toml
 from library.training.memory.budget import GIB, in_words
 
 Source = Literal["card", "fake device", "formula"]
@@ -87,7 +89,7 @@ class _Setting:
     key: str
     value: Any
     cost: str
-    phases: tuple[str, ...] = _TRAINING
+    phases: Collection[str] = _TRAINING
     exact: bool = False
     on_host: bool = False
 
@@ -102,25 +104,7 @@ class _Setting:
         return config.model_copy(update={self.section: changed})
 
 
-_RECOMPUTING = _Setting("training", "gradient_checkpointing", True, "about a third more time", exact=True)
-# The cheapest first.
-_SETTINGS = (
-    _Setting("training", "mixed_precision", "bf16", "weights and products in half the bytes, as these models train"),
-    _Setting(
-        "precision", "fp8_text_encoder", True, "embeddings of a quantised encoder: other ones", ("encoding captions",)
-    ),
-    _RECOMPUTING,
-    _Setting(
-        "training",
-        "cpu_offload_checkpointing",
-        True,
-        "host memory; hidden behind the blocks by a fast link",
-        exact=True,
-        on_host=True,
-    ),
-    _Setting("optimizer", "optimizer_type", "AdamW8bit", "moments in eight bits"),
-    _Setting("precision", "fp8_scaled", True, "weights are dequantised for each product"),
-)
+_SETTINGS = [_Setting(**row) for row in read_toml(Path(__file__).with_name("settings.toml"))[0]["setting"]]
 _SWAPPING = "weights come from host memory as they are needed; hidden where a block computes longer than it is copied"
 
 
@@ -194,7 +178,7 @@ def choose(config: TrainConfig, room: int, count: Count, on_cpu: bool = False) -
     """
     fastest = Remedy(config, count(config))
     least = [fastest, *remedies(config, fastest.plan, room, count, exact=True, on_cpu=on_cpu)][-1]
-    if list(least.lines) != [_RECOMPUTING.key]:
+    if list(least.lines) != ["gradient_checkpointing"]:
         return least
     free = min(room - sum(least.plan.step.values()), fastest.plan.step["activations"] - least.plan.step["activations"])
     if least.plan.over(room, _RUN) or free < _WORTH_KEEPING:

@@ -10,7 +10,23 @@ from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 
 
-class CAME(Optimizer):
+class _PerParameter(Optimizer):
+    """An optimizer whose step updates each parameter that has a gradient by itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        assert closure is None, "the loss is not evaluated again"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class CAME(_PerParameter):
     """CAME (Luo et al. 2023, arXiv 2307.02047, algorithm 2): Adafactor's memory with a measure of confidence.
 
     Of a matrix's squared gradients the means of rows and of columns are kept, ``V ~ r c^T / mean(r)``, as Adafactor
@@ -50,21 +66,8 @@ class CAME(Optimizer):
         values = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, values)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad.float(), group)
-        return loss
-
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, (beta_mean, beta_square, beta_apart) = self.state[parameter], group["betas"]
+        state, gradient, (beta_mean, beta_square, beta_apart) = self.state[parameter], gradient.float(), group["betas"]
         if not state:
             state["exp_avg"] = torch.zeros_like(gradient)
         square = _averaged(state, "exp_avg_sq", gradient.square().add_(group["eps"][0]), beta_square)
@@ -94,7 +97,7 @@ def _average(state: dict[str, Any], name: str, values: Tensor, beta: float) -> T
     return state[name].mul_(beta).add_(values, alpha=1 - beta)
 
 
-class SOAP(Optimizer):
+class SOAP(_PerParameter):
     """SOAP: Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al. 2024, https://arxiv.org/abs/2409.11321).
 
     Adam scales every entry of a matrix G by itself. Where entries work together, as a LoRA's rank directions do, the
@@ -131,18 +134,9 @@ class SOAP(Optimizer):
         defaults |= {"shampoo_beta": shampoo_beta, "precondition_frequency": precondition_frequency}
         super().__init__(params, defaults | {"max_precondition_dim": max_precondition_dim})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Take a step."""
-        assert closure is None, "the loss is not evaluated again"
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, (first, second) = self.state[parameter], group["betas"]
-        gradient = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))  # type: ignore[union-attr]
+        gradient = gradient.to(torch.promote_types(parameter.dtype, torch.float32))
         if not state:
             state |= {"step": 0, "mean": torch.zeros_like(gradient), "square": torch.zeros_like(gradient)}
             for side in self._sides(gradient, group["max_precondition_dim"]):

@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from library.config.markers import MOST
 from library.errors import UserError
-from library.files import reading
+from library.files import read_toml, reading
 
 _LARGEST = 1e30  # of what is drawn: axes in logarithms of fp32 numbers
 _PIECE = 2**22  # bytes that are read at a time; a line that is longer is none
@@ -179,24 +180,7 @@ def _drawn(steps: array[float], values: array[float]) -> Series | None:
 
 _MOST_LINES = 100  # of a chart, far more than can be told apart
 _POINTS = 1000  # of a curve, about what a screen has pixels
-# title, keys (those that end in / or _ begin so), how it is drawn, logarithmic: "loss" as chosen, "auto" over a decade
-_CHARTS = (
-    ("Loss", ("loss",), "noisy", "loss"),
-    ("Held-out loss", ("val_loss", "val_prior_loss"), "points", "loss"),
-    ("Learning rate", ("lr/",), "line", "auto"),
-    ("Step size d · lr", ("d*lr/",), "line", "auto"),
-    ("Distance estimate d", ("d/",), "line", "auto"),
-    ("Gradient norm", ("grad_norm",), "noisy", "auto"),
-    ("Loss by noise level σ", ("loss/sigma_",), "smooth", "loss"),
-    ("Held-out loss by noise level σ", ("val_loss/sigma_",), "points", "loss"),
-    ("How far layers have moved", ("update_norm/",), "line", "auto"),
-    ("Peak memory, GiB", ("peak_mem_bytes",), "line", ""),
-    ("Seconds a step", ("s_per_it", "data_wait_s"), "smooth", ""),
-)
-_LABELS = {
-    "loss": "training", "val_loss": "held out", "val_prior_loss": "held out, to be preserved", "grad_norm": "norm",
-    "peak_mem_bytes": "peak", "s_per_it": "in all", "data_wait_s": "waiting for data",
-}  # fmt: skip
+_CHARTS, _LABELS = itemgetter("charts", "labels")(read_toml(Path(__file__).with_name("charts.toml"))[0])
 
 
 def charts_of(runs: Sequence[Run], decay: float) -> list[dict[str, Any]]:
@@ -213,11 +197,11 @@ def charts_of(runs: Sequence[Run], decay: float) -> list[dict[str, Any]]:
         ``steps``, ``values``, of which None is a gap), ``points`` (single values, no curve), ``log`` (over more than a
         decade), ``loss``.
     """
-    rows = [row for row in _CHARTS if len(runs) == 1 or "noise level" not in row[0]]
-    return [chart for row in rows if (chart := _chart(runs, decay, *row))["lines"]]
+    shown = {title: row for title, row in _CHARTS.items() if len(runs) == 1 or "noise level" not in title}
+    return [chart for title, row in shown.items() if (chart := _chart(runs, decay, title, **row))["lines"]]
 
 
-def _chart(runs: Sequence[Run], decay: float, title: str, keys: tuple[str, ...], form: str, log: str) -> dict[str, Any]:
+def _chart(runs: Sequence[Run], decay: float, title: str, keys: list[str], form: str, log: str) -> dict[str, Any]:
     lines = []
     for number, run in enumerate(runs):
         columns: dict[str, Series] = {_LABELS[key]: run.columns[key] for key in keys if key in run.columns}

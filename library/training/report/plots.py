@@ -42,24 +42,7 @@ _POINTS = 2000  # drawn per line: two for each of a thousand pixels, the lowest 
 _EMA_DECAY = 0.98  # where a run wrote no loss_ema
 _LR_SPAN = 1e3  # a schedule that ends at 0 is shown this far below its peak
 _BY_LEVEL = {"Loss by σ": "loss/sigma_", "Held out by σ": "val_loss/sigma_"}
-STYLE: dict[Any, Any] = {
-    "font.size": 9.5,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.grid": True,
-    "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.7,
-    "xtick.color": "#444444",
-    "ytick.color": "#444444",
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tandem",
-}
+_STYLE: Any = matplotlib.rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
 
 
 def plot_runs(runs: Sequence[Path], save_to: Path) -> list[Path]:
@@ -86,7 +69,7 @@ def save_figure(figure: Figure, save_to: Path) -> list[Path]:
         raise WriteError(save_to, "is a folder")
     written = [save_to.with_suffix(suffix) for suffix in (".png", ".svg")]
     for path in written:
-        with atomic_path(path) as temporary, matplotlib.rc_context(STYLE):
+        with atomic_path(path) as temporary, matplotlib.rc_context(_STYLE):
             figure.savefig(temporary, format=path.suffix[1:], dpi=160)
     return written
 
@@ -96,7 +79,7 @@ def as_written(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-@matplotlib.rc_context(STYLE)
+@matplotlib.rc_context(_STYLE)
 def draw_runs(runs: Sequence[Run], subject: str = "") -> Figure:
     """Draw the figure: the loss at the left, the other quantities one below the other at the right.
 

@@ -92,33 +92,9 @@ def usual_prompt(family: Family) -> SamplePrompt:
     return SamplePrompt("", width=side, height=side, steps=steps, guidance=guidance, cfg=cfg)
 
 
-_TABLE: tuple[tuple[str, type, str, tuple[str, ...]], ...] = (
-    # field, its type, option of a line, keys of TOML and JSON
-    ("prompt", str, "", ("prompt",)),
-    ("negative", str, "n", ("negative_prompt",)),
-    ("width", int, "w", ("width",)),
-    ("height", int, "h", ("height",)),
-    ("seed", int, "d", ("seed",)),
-    ("steps", int, "s", ("sample_steps",)),
-    ("guidance", float, "g", ("guidance_scale",)),
-    ("cfg", float, "l", ("scale", "cfg_scale")),
-    ("control_images", str, "ci", ("control_image_path",)),
-    ("mask_image", str, "mi", ("mask_image_path",)),
-)
-_OPTIONS = {option: (field, kind) for field, kind, option, _ in _TABLE if option}
-_KEYS = {key: (field, kind) for field, kind, _, keys in _TABLE for key in keys}
-_SHIFT = "the model's own schedule decides the shift; remove it"
-_CONTROL = "control networks and videos are not used; remove it"
-_NOT_TAKEN = {  # sd-scripts' and musubi-tuner's other options and keys, and why not
-    **dict.fromkeys(("ss", "sample_sampler"), "the model's own Euler solver is used; remove it"),
-    **dict.fromkeys(("fs", "flow_shift", "discrete_flow_shift"), _SHIFT),
-    **dict.fromkeys(("cn", "controlnet_image", "control_video_path"), _CONTROL),
-    **dict.fromkeys(("i", "image_path", "ei", "end_image_path"), "it belongs to videos; use --ci, or remove it"),
-    **dict.fromkeys(("cim", "control_image_mask_path"), "it belongs to FramePack; the mask of a fill model is --mi"),
-    **dict.fromkeys(("ctr", "cfg_trunc_ratio", "rcfg", "renorm_cfg"), "it belongs to Lumina; remove it"),
-    **dict.fromkeys(("of", "one_frame"), "it belongs to FramePack; remove it"),
-    "am": "LoRA strengths are one for all images; remove it",
-}
+_TABLES = read_toml(Path(__file__).with_name("prompt_keys.toml"))[0]
+_OPTIONS, _KEYS, _NOT_TAKEN = _TABLES["options"], _TABLES["keys"], _TABLES["not_taken"]
+_KINDS: Mapping[str, type] = {"a whole number": int, "a number": float, "text": str}
 _FRAMES = ("f", "frame_count")  # taken if it says one frame, which is an image
 
 
@@ -221,9 +197,9 @@ def parse_prompt(line: str, default: SamplePrompt, pixel_multiple: int, where: s
             values[field] = (*values.get(field, ()), text)
             continue
         try:
-            values[field] = kind(text)
+            values[field] = _KINDS[kind](text)
         except ValueError:
-            raise UserError(f"{where}: --{name} takes {_article(kind)}, not {text!r}; correct it") from None
+            raise UserError(f"{where}: --{name} takes {kind}, not {text!r}; correct it") from None
     return _checked(replace(default, **values), pixel_multiple, where)
 
 
@@ -242,10 +218,10 @@ def _from_keys(item: Mapping[str, Any], default: SamplePrompt, pixel_multiple: i
         if field == "control_images":
             values[field] = _image_list(value, key, where)
             continue
-        fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
-        if not fits:
-            raise UserError(f"{where}: {key} takes {_article(kind)}, not {value!r}; correct it")
-        values[field] = kind(value)
+        fitting = (int, float) if kind == "a number" else _KINDS[kind]
+        if not isinstance(value, fitting) or isinstance(value, bool):
+            raise UserError(f"{where}: {key} takes {kind}, not {value!r}; correct it")
+        values[field] = _KINDS[kind](value)
     if "prompt" not in values:
         raise UserError(f'{where}: no prompt; write prompt = "..."')
     return _checked(replace(default, **values), pixel_multiple, where)
@@ -291,16 +267,9 @@ def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePro
 
 def _refuse_foreign(name: str, shown: str, value: object, where: str) -> bool:
     """Refuse an option that only other trainers know; return whether it is one, and asks for nothing."""
-    if name not in _NOT_TAKEN and name not in _FRAMES:
-        return False
-    if not is_nothing(value) and not (name in _FRAMES and value in (1, "1")):
-        reason = _NOT_TAKEN.get(name, "an image is one frame; remove it")
-        raise UserError(f"{where}: {shown} is not taken: {reason}")
-    return True
-
-
-def _article(kind: type) -> str:
-    return {int: "a whole number", float: "a number", str: "text"}[kind]
+    if name in _NOT_TAKEN and not is_nothing(value) and not (name in _FRAMES and value in (1, "1")):
+        raise UserError(f"{where}: {shown} is not taken: {_NOT_TAKEN[name]}")
+    return name in _NOT_TAKEN
 
 
 Items = list[tuple[str, "str | Mapping[str, Any]"]]  # where it was found, and a line or an object

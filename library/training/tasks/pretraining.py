@@ -32,6 +32,7 @@ from library.config.pretrain_schema import LLMDataConfig, LLMModelConfig, LLMOpt
 from library.config.schema import TrainingConfig
 from library.data.batches import DataParallelRank
 from library.errors import UserError
+from library.files import read_toml
 from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import Tokenizer
@@ -335,22 +336,6 @@ def parameter_groups(model: nn.Module, weight_decay: float, for_muon: bool = Fal
     ]
 
 
-# Dense bf16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets; names as torch.cuda.get_device_name contains them.
-_PEAKS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A6000": 155e12,
-    "RTX 5090": 210e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "T4": 65e12,
-}
-
-
 def flops_per_token(model: TransformerLM, context: int) -> float:
     """Return the operations that forward and backward of one token need."""
     config: LMConfig = model.config
@@ -363,5 +348,5 @@ def peak_flops(device: torch.device) -> float | None:
     """Return the device's bf16 peak in FLOP/s; None where it is not known, as for CPUs."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _PEAKS.items() if known in name), None)
+    name, peaks = torch.cuda.get_device_name(device), read_toml(Path(__file__).with_name("gpus.toml"))[0]
+    return next((peak for known, peak in peaks.items() if known in name), None)
