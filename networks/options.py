@@ -32,24 +32,16 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from library.config.markers import split_pairs
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
+from library.files import read_toml
 from library.models.layer_names import LoraTargets
 
-_REPLACED = {  # keys that sd-scripts, or earlier versions, take, and what to do instead
-    "train_blocks": "write train_single_block_indices=none or train_double_block_indices=none",
-    "conv_dim": "this model has no convolutions; remove it",
-    "conv_alpha": "this model has no convolutions; remove it",
-    "verbose": "the summary is always printed; remove it",
-    "network_reg_dims": "set ranks by kind with the *_dim keys",
-    "network_reg_lrs": "all layers share one learning rate; remove it",
-    "dora_norm": "the metadata of the file say which norm it has (tandem.dora_norm); remove it",
-    "ggpo_beta": "gradient-guided perturbation is not available; remove it",
-    "ggpo_sigma": "gradient-guided perturbation is not available; remove it",
-}
+_REPLACED = read_toml(Path(__file__).with_name("replaced_args.toml"))[0]
 _INDEX = r"\d{1,9}"
 _MOST = 10**9  # of a rank or factor
 _LOKR_KEYS = ("factor", "decompose_both")

@@ -319,6 +319,7 @@ class NameTables(NamedTuple):
 
     keys: KeyNames
     norms: tuple[tuple[str, str], ...]
+    vae: tuple[tuple[str, str], ...]
     targets: tuple[LoraTargets, ...]
     architectures: tuple[Architecture, ...]
 
@@ -329,7 +330,8 @@ def read_names(folder: Path) -> NameTables:
     * ``[[keys]]``, ``[[lora_keys]]``: rows of :class:`KeyNames`. ``modules`` has the original names, each with
       diffusers' or the fields of its :class:`KeyRow`; ``same`` names that are equal, which come after them. ``stacks``
       are the lists of blocks that have all of these modules: what stands before the names, the original's = diffusers'.
-    * ``[norms]``: regular expressions of other tensors' original names = what diffusers calls them.
+    * ``[norms]``: regular expressions of other tensors' original names = what diffusers calls them; ``[vae]``:
+      expressions in an autoencoder's names = what takes their place.
     * ``[lora]``: fields of :class:`LoraTargets`; ``families`` are its rows, with the fields that are others there. A
       layer group has a name and a pattern, or ``default`` too; those of a row come after the common ones.
     * ``[[text_encoders]]``, ``[[architectures]]``: fields of :class:`TextEncoderTargets` and :class:`Architecture`; a
@@ -351,7 +353,8 @@ def read_names(folder: Path) -> NameTables:
         Architecture(**row | {"facts": tuple((*fact, None)[:3] for fact in row.get("facts", ()))})
         for row in tables["architectures"]
     )
-    return NameTables(keys, tuple(tables.get("norms", {}).items()), targets, architectures)
+    norms, vae = (tuple(tables.get(name, {}).items()) for name in ("norms", "vae"))
+    return NameTables(keys, norms, vae, targets, architectures)
 
 
 def _frozen(value: Any) -> Any:

@@ -22,7 +22,7 @@ from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, 
 from library.models.layer_names import read_names
 
 FLUX_STACKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
-FLUX_KEYS, FLUX_NORMS, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+FLUX_KEYS, FLUX_NORMS, VAE_NAMES, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
 FLUX_TARGETS = LORA_TARGETS[0]
 
 

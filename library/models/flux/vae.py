@@ -20,6 +20,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.family_files import Shapes
+from library.models.flux.files import VAE_NAMES
 from library.models.layer_names import count_blocks
 from library.models.vae import ImageEncoder
 from library.models.weights import KeyMap
@@ -103,24 +104,9 @@ class FluxImageEncoder(ImageEncoder):
         return latents / self.scaling + self.shift
 
 
-_RENAMES = (
-    (r"^(encoder|decoder)\.((post_)?quant_conv)\.", r"\2."),
-    (r"\.nin_shortcut\.", ".conv_shortcut."),
-    (r"^encoder\.norm_out\.", "encoder.conv_norm_out."),
-    (r"^decoder\.norm_out\.", "decoder.conv_norm_out."),
-    (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
-    (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
-    (r"\.mid\.attn_1\.norm\.", ".mid_block.attentions.0.group_norm."),
-    (r"\.mid\.attn_1\.([qkv])\.", r".mid_block.attentions.0.to_\1."),
-    (r"\.mid\.attn_1\.proj_out\.", ".mid_block.attentions.0.to_out.0."),
-    (r"\.down\.(\d+)\.block\.", r".down_blocks.\1.resnets."),
-    (r"\.down\.(\d+)\.downsample\.", r".down_blocks.\1.downsamplers.0."),
-)
-
-
 def _diffusers_name(name: str, levels: int) -> str:
     """Translate one key of BFL's autoencoder."""
-    for pattern, replacement in _RENAMES:
+    for pattern, replacement in VAE_NAMES:
         name = re.sub(pattern, replacement, name)
     name = re.sub(r"\.up\.(\d+)\.block\.", lambda m: f".up_blocks.{levels - 1 - int(m[1])}.resnets.", name)
     return re.sub(r"\.up\.(\d+)\.upsample\.", lambda m: f".up_blocks.{levels - 1 - int(m[1])}.upsamplers.0.", name)

@@ -22,7 +22,7 @@ from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes
 from library.models.flux.files import FLUX_NORMS, FLUX_STACKS
 from library.models.layer_names import read_names
 
-_KEYS, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+_KEYS, _, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
 FLUX2_TARGETS = LORA_TARGETS[0]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes
 from library.models.layer_names import read_names
 
-_KEYS, _NORMS, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+_KEYS, _NORMS, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
 KREA2_TARGETS = LORA_TARGETS[0]
 
 

@@ -38,7 +38,7 @@ from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGrou
 from library.models.llm.gguf import gguf_config, gguf_weights, in_half_split_order, mixed_layers
 from library.models.llm.model import TransformerLM, resize_vocabulary, separate_projections
 from library.models.llm.sources import DequantisedWeights, Derived, DerivedWeights, TensorFlowFiles, TorchFiles
-from library.models.llm.spec import LMConfig, LMFamily, config_from_hf, config_to_hf, gpt2
+from library.models.llm.spec import NAMES, LMConfig, LMFamily, config_from_hf, config_to_hf, gpt2
 from library.models.weights import KeyMap, check_map, load_into, read_config
 from library.nn.rope import Llama31Scaling
 from library.precision.checkpoint import WeightFiles
@@ -264,44 +264,6 @@ def _head_repeats_embedding(files: TorchFiles) -> bool:
     return torch.equal(head, embedding)
 
 
-# of a block: ours -> transformers', joined by rows
-_BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "gpt2": {
-        "attention_norm": ("ln_1",),
-        "attention.qkv": ("attn.c_attn",),
-        "attention.out": ("attn.c_proj",),
-        "feed_forward_norm": ("ln_2",),
-        "feed_forward.up": ("mlp.c_fc",),
-        "feed_forward.down": ("mlp.c_proj",),
-    },
-    "llama": {
-        "attention_norm": ("input_layernorm",),
-        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "attention.query_norm": ("self_attn.q_norm",),
-        "attention.key_norm": ("self_attn.k_norm",),
-        "attention.out": ("self_attn.o_proj",),
-        "feed_forward_norm": ("post_attention_layernorm",),
-        "feed_forward.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "feed_forward.down": ("mlp.down_proj",),
-    },
-}
-# transformers' module of a Llama, in a block or outside -> Meta's
-_META = {
-    "model.embed_tokens": "tok_embeddings",
-    "input_layernorm": "attention_norm",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "model.norm": "norm",
-    "lm_head": "output",
-}
-
-
 def hf_names(config: LMConfig) -> Iterator[tuple[str, list[tuple[str, int]], bool]]:
     """Yield (ours, [(transformers' name, its rows), ...], stored transposed) of every parameter.
 
@@ -321,7 +283,7 @@ def hf_names(config: LMConfig) -> Iterator[tuple[str, list[tuple[str, int]], boo
     if gpt2:
         yield "positions.weight", [("transformer.wpe.weight", config.context)], False
     for i in range(config.layers):
-        for ours, theirs in _BLOCKS[config.family].items():
+        for ours, theirs in NAMES["blocks"][config.family].items():
             is_norm = ours.endswith("norm")
             if ours.startswith("attention.") and is_norm and not config.qk_norm:
                 continue
@@ -382,8 +344,8 @@ def meta_name(hf_name: str) -> str:
     """Return Meta's name for transformers'."""
     layer, _, module = hf_name.removesuffix(".weight").removeprefix("model.layers.").partition(".")
     if layer.isdigit():
-        return f"layers.{layer}.{_META[module]}.weight"
-    return f"{_META[hf_name.removesuffix('.weight')]}.weight"
+        return f"layers.{layer}.{NAMES['meta'][module]}.weight"
+    return f"{NAMES['meta'][hf_name.removesuffix('.weight')]}.weight"
 
 
 def _targets(family: LMFamily, stack: str) -> LoraTargets:
@@ -393,7 +355,7 @@ def _targets(family: LMFamily, stack: str) -> LoraTargets:
     ``c_proj`` are ``attn_c_proj`` and ``mlp_c_proj``.
     """
     rows = []
-    for ours, theirs in _BLOCKS[family].items():
+    for ours, theirs in NAMES["blocks"][family].items():
         for name in theirs if not ours.endswith("norm") else ():
             part = f".{name.rpartition('.')[2]}" if len(theirs) > 1 else ""
             rows.append(KeyRow(f"blocks.{{i}}.{ours}{part}", (f"{stack}.{{i}}.{name}",), transposed=family == "gpt2"))

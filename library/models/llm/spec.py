@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from library.errors import UserError, did_you_mean
+from library.files import read_toml
 from library.nn.rope import LinearScaling, Llama31Scaling, RopeScaling, YarnScaling
 
 LMFamily = Literal["gpt2", "llama"]
@@ -143,34 +145,8 @@ class Kind:
     keys: Mapping[str, str] = field(default_factory=dict)
 
 
-_BIASES = {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
-KINDS: Mapping[str, Kind] = {
-    "gpt2": Kind("GPT2LMHeadModel"),
-    "llama": Kind("LlamaForCausalLM", keys=_BIASES),
-    "mistral": Kind(
-        "MistralForCausalLM",
-        {"kv_heads": 8, "context": 131072, "window": 4096},
-        {"kind": "mistral"},
-        {"sliding_window": "window"},
-    ),
-    "qwen2": Kind(
-        "Qwen2ForCausalLM",
-        {"kv_heads": 32, "context": 32768},
-        {"kind": "qwen2", "attention_bias": True, "out_bias": False},
-    ),
-    "qwen3": Kind(
-        "Qwen3ForCausalLM",
-        {"kv_heads": 32, "context": 32768, "head_dim": 128},
-        {"kind": "qwen3", "qk_norm": True},
-        {"attention_bias": "attention_bias"},
-    ),
-    "smollm3": Kind(
-        "SmolLM3ForCausalLM",
-        {"kv_heads": 4, "context": 32768, "tied": True, "rope_theta": 2e6},
-        {"kind": "smollm3"},
-        _BIASES,
-    ),
-}
+NAMES = read_toml(Path(__file__).with_name("names.toml"))[0]
+KINDS: Mapping[str, Kind] = {name: Kind(**row) for name, row in NAMES["kinds"].items()}
 
 
 def fourth_blocks(layers: int, every: int = 4) -> tuple[int, ...]:
@@ -242,31 +218,6 @@ def config_from_hf(values: Mapping[str, Any]) -> LMConfig:
     return replace(config, bos=values.get("bos_token_id"), eos=ends)
 
 
-# transformers' names of our fields
-_GPT2_NAMES = {
-    "n_embd": "width",
-    "n_head": "heads",
-    "n_inner": "hidden",
-    "n_layer": "layers",
-    "n_positions": "context",
-    "layer_norm_epsilon": "norm_eps",
-    "tie_word_embeddings": "tied",
-    "vocab_size": "vocab_size",
-}
-_LLAMA_NAMES = {
-    "hidden_size": "width",
-    "intermediate_size": "hidden",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "max_position_embeddings": "context",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tied",
-    "vocab_size": "vocab_size",
-}
-
-
 def _fields(values: Mapping[str, Any], names: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
     """Return our fields of transformers' ``values``; those without a default must be there."""
     missing = {ours for hf, ours in names.items() if values.get(hf) is None}
@@ -281,7 +232,7 @@ def _gpt2_from_hf(values: Mapping[str, Any]) -> LMConfig:
         _expect(values, activation_function="gelu_new")
     _expect(values, scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True)
     width, heads = values["n_embd"], values["n_head"]
-    fields = _fields(values, _GPT2_NAMES, hidden=4 * width, context=1024, norm_eps=1e-5, tied=True)
+    fields = _fields(values, NAMES["config"]["gpt2"], hidden=4 * width, context=1024, norm_eps=1e-5, tied=True)
     return LMConfig("gpt2", kv_heads=heads, head_dim=width // heads, **fields)
 
 
@@ -295,7 +246,7 @@ def _llama_from_hf(values: Mapping[str, Any], kind: Kind) -> LMConfig:
     defaults |= kind.defaults
     if "kv_heads" in kind.defaults and values.get("num_key_value_heads", 0) is None:  # null is none of its own
         defaults["kv_heads"] = heads
-    fields = _fields(values, {**_LLAMA_NAMES, **kind.keys}, **defaults)
+    fields = _fields(values, NAMES["config"]["llama"] | kind.keys, **defaults)
     if values.get("sliding_window", 0) is None:
         fields["window"] = None
     if kind.implementation.startswith("SmolLM3"):
@@ -352,7 +303,7 @@ def config_to_hf(config: LMConfig) -> dict[str, Any]:
     eos = list(config.eos) if len(config.eos) > 1 else next(iter(config.eos), None)
     values: dict[str, Any] = {"bos_token_id": config.bos, "eos_token_id": eos}
     kind = KINDS[config.kind]
-    names = _GPT2_NAMES if config.family == "gpt2" else {**_LLAMA_NAMES, **kind.keys}
+    names = NAMES["config"][config.family] | kind.keys
     values |= {hf: getattr(config, ours) for hf, ours in names.items()}
     values |= {"architectures": [kind.implementation], "model_type": config.kind}
     if config.family == "gpt2":

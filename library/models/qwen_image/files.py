@@ -26,7 +26,7 @@ from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, 
 from library.models.layer_names import read_names
 
 _ZERO_COND_MARKER = "__index_timestep_zero__"
-_KEYS, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+_KEYS, _, VAE_NAMES, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
 QWEN_TARGETS = LORA_TARGETS[0]
 
 

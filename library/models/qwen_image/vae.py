@@ -23,6 +23,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.models.family_files import Shapes
 from library.models.layer_names import count_blocks
+from library.models.qwen_image.files import VAE_NAMES
 from library.models.vae import ImageEncoder
 from library.models.weights import KeyMap
 from library.precision.checkpoint import WeightFiles
@@ -88,27 +89,9 @@ class QwenImageEncoder(ImageEncoder):
         return latents * self._std.to(latents.device) + self._mean.to(latents.device)
 
 
-RENAMES = (
-    (r"^conv1\.", "quant_conv."),
-    (r"^conv2\.", "post_quant_conv."),
-    (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
-    (r"\.head\.0\.", ".norm_out."),
-    (r"\.head\.2\.", ".conv_out."),
-    (r"\.middle\.0\.", ".mid_block.resnets.0."),
-    (r"\.middle\.1\.", ".mid_block.attentions.0."),
-    (r"\.middle\.2\.", ".mid_block.resnets.1."),
-    (r"\.residual\.0\.", ".norm1."),
-    (r"\.residual\.2\.", ".conv1."),
-    (r"\.residual\.3\.", ".norm2."),
-    (r"\.residual\.6\.", ".conv2."),
-    (r"\.shortcut\.", ".conv_shortcut."),
-    (r"\.downsamples\.", ".down_blocks."),
-)
-
-
 def _diffusers_name(name: str, per_level: int) -> str:
     """Translate one of Wan's keys; a level of the decoder has ``per_level`` places, the last one its upsampler."""
-    for pattern, replacement in RENAMES:
+    for pattern, replacement in VAE_NAMES:
         name = re.sub(pattern, replacement, name)
 
     def of_level(match: re.Match[str]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
 from library.models.layer_names import read_names
 
-_KEYS, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+_KEYS, _, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
 QWEN_21_TARGETS = LORA_TARGETS[0]
 
 

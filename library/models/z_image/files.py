@@ -20,7 +20,7 @@ from typing import Any
 from library.models.family_files import FamilyFiles, Part, Shapes
 from library.models.layer_names import count_blocks, read_names
 
-_KEYS, _NORMS, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+_KEYS, _NORMS, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
 Z_IMAGE_TARGETS = LORA_TARGETS[0]
 
 
