@@ -8,7 +8,7 @@ the options pages follow from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -88,7 +88,7 @@ class OnlyWith:
     def unmet(self, values: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the needed options that ``values`` have not as they must be; what a schema lacks is not needed."""
         known = {key: wanted for key, wanted in self.needs.items() if key in values}
-        failed = tuple(key for key, wanted in known.items() if not is_met(wanted, values[key]))
+        failed = tuple(key for key, wanted in known.items() if not _is_met(wanted, values[key]))
         return () if self.any_of and len(failed) < len(known) else failed
 
     def reason(self, values: Mapping[str, Any]) -> str:
@@ -111,8 +111,7 @@ class OnlyWith:
         return f"{' or ' if self.any_of else ', '}".join(_need(key, wanted) for key, wanted in self.needs.items())
 
 
-def is_met(wanted: Container[Any] | bool, value: Any) -> bool:
-    """Return whether a value is as it is ``wanted``: one of these; true: asks for something; false: for nothing."""
+def _is_met(wanted: tuple[str, ...] | Above | bool, value: Any) -> bool:
     return is_nothing(value) is not wanted if isinstance(wanted, bool) else value in wanted
 
 

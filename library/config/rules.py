@@ -1,11 +1,9 @@
 """What does not go together: refused before anything is loaded, each line with its remedy.
 
 What an option has no effect without stands on its field (``OnlyWith`` in ``library.config.schema``). What options and
-layouts exclude each other stands in ``rules.toml``: in one matrix a kind of training, :data:`LORA_MATRIX` and
-:data:`PRETRAIN_MATRIX`, which docs/options.md prints, and in rules among options. A rule is about options by name, so
-it holds wherever a schema has these; what a schema lacks it says nothing about. A row's ``when`` has a condition for
-each option or fact (:data:`FACTS`): true or false (it asks for something, or for nothing), a list (it is one of these),
-``{ not = [...] }``, or "chosen" (:meth:`Settings.asks`).
+layouts exclude each other stands in one matrix a kind of training, :data:`LORA_MATRIX` and :data:`PRETRAIN_MATRIX`,
+which docs/options.md prints. The rest are rows with a predicate. A rule is about options by name, so it holds wherever
+a schema has these; what a schema lacks it says nothing about.
 
 A conflict is data: the options it is about and what to say. An option that asks for nothing (false, zero, its default)
 conflicts with nothing.
@@ -16,19 +14,16 @@ is checked again by ``library.training.optim.factory`` and ``library.training.op
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from library.config.chat_schema import ChatTrainConfig
-from library.config.markers import OnlyWith, is_met, is_nothing, listed, options
+from library.config.markers import OnlyWith, is_nothing, listed, options
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.optimizer_types import ELEMENTWISE, SHARDABLE, OptimizerType, estimates_step_size, optimizer_named
 from library.config.pretrain_schema import PretrainConfig
 from library.config.schema import ModelConfig, TrainConfig
-from library.files import read_toml
 
 
 @dataclass(frozen=True)
@@ -65,23 +60,20 @@ class Settings:
         """Return whether an option was set on purpose to more than nothing and to another value than its default."""
         return key in self.given and not is_nothing(self.values[key]) and self.values[key] != self._defaults[key]
 
-    def meet(self, when: Mapping[str, Any]) -> bool:
-        """Return whether all of ``when`` holds, which has a condition for options and for :data:`FACTS`."""
-        return all(self._meets(key, wanted) for key, wanted in when.items())
 
-    def _meets(self, key: str, wanted: Any) -> bool:
-        if wanted == "chosen":
-            return self.asks(key)
-        value = bool(FACTS[key](self)) if key in FACTS else self.values[key]
-        return value not in wanted["not"] if isinstance(wanted, dict) else is_met(wanted, value)
-
-
-# --- what conditions may ask besides options -----------------------------------------------------------------------
+# --- optimizers, by name -------------------------------------------------------------------------------------------
 
 # Below this, an optimizer that estimates its step size was surely given another optimizer's learning rate.
 SMALLEST_LR_FACTOR = 0.01
 
-# Column of the matrix -> whether a configuration has it.
+
+def _is_one_of(optimizer_type: str, names: tuple[str, ...]) -> bool:
+    return optimizer_type.lower() in [name.lower() for name in names]
+
+
+# --- the matrix ----------------------------------------------------------------------------------------------------
+
+# Column -> whether a configuration has it.
 LAYOUTS: Mapping[str, Callable[[Settings], Any]] = {
     "shard": lambda s: s.shard > 1,
     "dp": lambda s: s.dp and s.dp > 1,
@@ -94,6 +86,220 @@ LAYOUTS: Mapping[str, Callable[[Settings], Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Row:
+    """What an option does not go with.
+
+    Attributes:
+        key: the option.
+        why: layout -> reason and remedy; options in braces and {layout} are filled in.
+        when: for which values; default: whenever it is set.
+        words: those values in words, for the docs.
+    """
+
+    key: str
+    why: Mapping[str, str]
+    when: Callable[[Settings], Any] | None = None
+    words: str = ""
+
+    def conflicts(self, settings: Settings) -> Iterator[Conflict]:
+        """Yield a conflict for each of the layouts that ``settings`` have."""
+        if self.key not in settings.values:
+            return
+        if not (self.when(settings) if self.when else not is_nothing(settings.values[self.key])):
+            return
+        for layout, reason in self.why.items():
+            if LAYOUTS[layout](settings):
+                message = reason.format(layout=layout, **settings.values)
+                yield Conflict((self.key, layout.split(" ")[0]), f"{self.key}: {message}")
+
+
+def _saves_with_base_weights(s: Settings) -> bool:
+    """Whether saving takes the base's weights, not only what is trained: DoRA in the other programs' layouts."""
+    of_images = s.model_type in IMAGE_MODELS  # of the others it is peft's whatever save_format says
+    return s.network_type == "dora" and of_images and s.save_format != "diffusers"
+
+
+def _each(reason: str, *layouts: str) -> dict[str, str]:
+    return dict.fromkeys(layouts, reason)
+
+
+_SPLITTING = ("shard", "tp", "pp", "device_map", "zero")
+_ONE = "; remove one of them"
+FP8_NOT_GATHERED = (
+    "zero = 3 gathers weights in their own dtype, and gloo takes no fp8 (NCCL was not tried); set zero = 2, or shard"
+)
+_CHOSEN = {'memory = "auto"': "{layout} chooses it" + _ONE}
+_DORA = '{save_format}\'s DoRA is made with full base weights, which {layout} splits; set save_format = "diffusers"'
+_PARTS = "{optimizer_type} does not treat every number by itself, and would get parts of weights; use "
+
+_COMMON = (
+    Row(
+        "torch_compile",
+        _each("is not made for {layout}" + _ONE, *_SPLITTING),
+        lambda s: s.torch_compile is True,
+        "true",
+    ),
+    Row("activation_budget_mb", _CHOSEN),
+    Row("shard", {"pp": "the weights of a stage are not split again; set shard = 1 and raise pp"}, LAYOUTS["shard"]),
+    Row(
+        "tp",
+        _each("the parts of a layer are not split again; set {layout} = 1, and raise tp or dp", "shard", "pp"),
+        LAYOUTS["tp"],
+    ),
+)
+
+LORA_MATRIX = (
+    *_COMMON,
+    Row(
+        "cuda_graph",
+        _each('{layout} is not captured; set cuda_graph = "auto"', "dp", *_SPLITTING),
+        lambda s: s.cuda_graph is True,
+        "true",
+    ),
+    Row(
+        "blocks_to_swap",
+        _each("moves full weights, which {layout} splits" + _ONE, "shard", "tp")
+        | {
+            "pp": "a stage has few blocks; raise pp, or remove one of them",
+            "device_map": "has blocks on one device in turn" + _ONE,
+            "zero": "DeepSpeed puts the model on its device" + _ONE,
+        }
+        | _CHOSEN,
+    ),
+    Row("sample_model", _each("changes full weights, which {layout} splits" + _ONE, "shard", "tp", "pp", "zero")),
+    Row(
+        "memory_dry_run",
+        _each("counts a step of the full model; remove it, or set {layout} = 1", "shard", "tp", "pp")
+        | {
+            "device_map": "looks at one device; remove it, or device_map",
+            "zero": "counts a step without DeepSpeed; remove it, or zero",
+        },
+    ),
+    Row(
+        "memory_dry_run",
+        {'memory = "auto"': "{layout} counts a step in any case; remove it"},
+        lambda s: s.memory_dry_run is not None,
+        "true, false",
+    ),
+    Row(
+        "mixed_precision",
+        _each('fp16 is not made for {layout}; set "bf16"', *_SPLITTING),
+        lambda s: s.mixed_precision == "fp16",
+        '"fp16"',
+    ),
+    Row(
+        "full_bf16",
+        {"shard": "accelerate makes fp32 of it with shard" + _ONE, "zero": "DeepSpeed steps on fp32 copies" + _ONE},
+    ),
+    Row(
+        "text_encoder_lr",
+        _each("{layout} takes a single network; remove it, or {layout}", "shard", "device_map", "zero")
+        | _each("text encoders are not split; remove it, or set {layout} = 1", "tp", "pp"),
+        lambda s: s.network_train_text_encoder_only or any(s.text_encoder_lr),
+    ),
+    Row("save_format", _each(_DORA, "shard", "pp", "zero = 3"), _saves_with_base_weights, "of DoRA, not diffusers"),
+    Row(
+        "network_type",
+        {
+            "tp": "{network_type} changes full weights, of which tp leaves parts; train a lora, or set tp = 1",
+        },
+        lambda s: s.network_type != "lora",
+        "other than lora",
+    ),
+    Row(
+        "optimizer_type",
+        {
+            "zero": f"{_PARTS}{listed(ELEMENTWISE)}, or shard, with which any trains",
+        },
+        lambda s: not _is_one_of(s.optimizer_type, ELEMENTWISE),
+        f"other than {listed(ELEMENTWISE)}",
+    ),
+    Row("fp8_base", {"zero = 3": FP8_NOT_GATHERED}),
+    Row("fp8_scaled", {"zero = 3": FP8_NOT_GATHERED}),
+    Row("quantised_activations", {"tp": "rounds by full inputs, of which tp gives a layer a part" + _ONE}),
+    Row("gradient_checkpointing", _CHOSEN),
+    Row("cpu_offload_checkpointing", {"device_map": "brings inputs back to one device" + _ONE} | _CHOSEN),
+    Row(
+        "scale_weight_norms",
+        {"zero": "DeepSpeed steps on copies of the weights, which it would not reach" + _ONE},
+    ),
+    Row(
+        "memory",
+        _each('"auto" tries the full model on each device; remove it, or the split', *_SPLITTING),
+        lambda s: s.memory == "auto",
+        '"auto"',
+    ),
+    Row(
+        "model_type",
+        {"pp": "{model_type} keeps captions' lengths, so that parts of a batch differ in shape; use shard"},
+        lambda s: MODEL_TYPES[s.model_type].texts_differ_in_length,
+        ", ".join(name for name, row in MODEL_TYPES.items() if row.texts_differ_in_length),
+    ),
+    Row(
+        "preserve",
+        {"pp": "asks the model twice in a step, stages are passed once; set shard or tp, or pp = 1"},
+        lambda s: s.preserve == "prior",
+        '"prior"',
+    ),
+    Row(
+        "device_map",
+        _each("one process drives all GPUs; remove it, or dp, shard, tp and pp", "dp", "shard", "tp", "pp"),
+    ),
+    Row(
+        "zero",
+        _each(
+            "splits among all processes; remove it, or shard, tp, pp and device_map", "shard", "tp", "pp", "device_map"
+        ),
+    ),
+)
+
+PRETRAIN_MATRIX = (
+    *_COMMON,
+    Row(
+        "full_bf16",
+        _each('rounds full tensors, which {layout} splits; set mixed_precision = "bf16" instead', "shard", "tp", "pp"),
+    ),
+    Row("ema_decay", _each("averages full tensors, which {layout} splits; remove it", "shard", "tp", "pp")),
+    Row(
+        "optimizer_type",
+        {"shard": f"{{optimizer_type}} needs full matrices, which shard splits; use {listed(SHARDABLE)}, or shard = 1"},
+        lambda s: not _is_one_of(s.optimizer_type, SHARDABLE),
+        f"other than {listed(SHARDABLE)}",
+    ),
+    Row(
+        "optimizer_type",
+        {"tp": f"{{optimizer_type}} needs full matrices, which tp splits; use {listed(ELEMENTWISE)}, or set tp = 1"},
+        lambda s: not _is_one_of(s.optimizer_type, ELEMENTWISE),
+        f"other than {listed(ELEMENTWISE)}",
+    ),
+    Row(
+        "optimizer_type",
+        {"pp": "{optimizer_type} sums over all weights, of which a stage has a part; use AdamW or Muon, or pp = 1"},
+        lambda s: estimates_step_size(s.optimizer_type),
+        "Prodigy, D-Adaptation",
+    ),
+)
+
+
+# --- rules with a predicate ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Options (first the one to change), when they do not go together, and what to say, options in braces."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Settings], Any]
+    text: str
+    harmless: bool = False
+
+    def conflicts(self, settings: Settings) -> Iterator[Conflict]:
+        """Yield the conflict if it holds and the schema has the options."""
+        if all(key in settings.values for key in self.keys) and self.when(settings):
+            yield Conflict(self.keys, f"{self.keys[0]}: {self.text.format(**settings.values)}", self.harmless)
+
+
 def _arguments(s: Settings) -> set[str]:
     return {argument.replace(" ", "") for argument in s.optimizer_args}
 
@@ -102,20 +308,123 @@ def _row(s: Settings) -> OptimizerType:
     return optimizer_named(s.optimizer_type) or OptimizerType("", "")
 
 
-def _is_one_of(optimizer_type: str, names: tuple[str, ...]) -> bool:
-    return optimizer_type.lower() in [name.lower() for name in names]
-
-
-def _saves_base_weights(s: Settings) -> bool:
-    """Whether saving takes the base's weights, not only what is trained: DoRA in the other programs' layouts."""
-    of_images = s.model_type in IMAGE_MODELS  # of the others it is peft's whatever save_format says
-    return s.network_type == "dora" and of_images and s.save_format != "diffusers"
+def _has_its_own_rate(key: str) -> Rule:
+    flags = {"relative_step=True", "warmup_init=True"}
+    return Rule(
+        (key, "optimizer_args", "optimizer_type"),
+        lambda s: _row(s).name == "Adafactor" and _arguments(s) & flags and s.asks(key),
+        "has no effect with Adafactor's relative_step=True; remove one of the two",
+        harmless=True,
+    )
 
 
 def _warms_up_to_the_end(s: Settings) -> bool:
     """Epochs are as long as the dataset, which nobody has looked at yet: those are checked before the first step."""
-    counted = s.values.get("max_train_epochs") is None
+    counted = getattr(s, "max_train_epochs", None) is None
     return counted and s.lr_scheduler != "constant" and s.lr_warmup_steps >= max(1, s.max_train_steps)
+
+
+_OPTIMIZER = (
+    Rule(
+        ("lr_scheduler", "lr_warmup_steps"),
+        lambda s: s.lr_scheduler == "constant_with_warmup" and not s.lr_warmup_steps,
+        "'constant_with_warmup' needs lr_warmup_steps above 0; set it or choose 'constant'",
+    ),
+    Rule(
+        ("lr_warmup_steps", "max_train_steps"),
+        _warms_up_to_the_end,
+        "the warm-up does not end within max_train_steps; lower lr_warmup_steps or train longer",
+    ),
+    Rule(
+        ("lr_scheduler", "lr_decay_steps"),
+        lambda s: s.lr_scheduler == "warmup_stable_decay" and not s.lr_decay_steps,
+        "'warmup_stable_decay' needs lr_decay_steps above 0 (such as 0.2); set it",
+    ),
+    Rule(
+        ("trust_class_paths", "optimizer_type"),
+        lambda s: s.trust_class_paths and "." not in s.optimizer_type,
+        "has no effect without a class path (a.b.C) in optimizer_type; remove it",
+        harmless=True,
+    ),
+    Rule(
+        ("lr_scheduler", "optimizer_type", "optimizer_args"),
+        lambda s: _row(s).averages and s.lr_scheduler != "constant" and "use_schedulefree=False" not in _arguments(s),
+        "{optimizer_type} averages weights instead of lowering the learning rate, lr_scheduler {lr_scheduler!r} would "
+        'fight it; set lr_scheduler = "constant" (for a warm-up, AdamWScheduleFree takes warmup_steps in '
+        "optimizer_args)",
+    ),
+    Rule(
+        ("ema_decay", "optimizer_type"),
+        lambda s: s.ema_decay is not None and _row(s).averages,
+        "a schedule-free optimizer averages its weights already; remove ema_decay",
+    ),
+    *map(_has_its_own_rate, ("learning_rate", "text_encoder_lr", "lr_scheduler")),
+    Rule(
+        ("learning_rate", "optimizer_type"),
+        lambda s: (
+            "learning_rate" in s.given
+            and estimates_step_size(s.optimizer_type)
+            and 0 < s.learning_rate < SMALLEST_LR_FACTOR
+        ),
+        "{learning_rate:g} multiplies the step size that {optimizer_type} estimates, nothing would be learned; set "
+        "learning_rate = 1.0 or leave it out",
+    ),
+)
+
+_COMPILED = (
+    Rule(
+        ("dynamo_mode", "gradient_checkpointing"),
+        lambda s: s.dynamo_mode == "reduce-overhead" and s.gradient_checkpointing,
+        "the graphs of reduce-overhead fail where blocks are recomputed (pytorch #154306); remove it for cuda_graph",
+    ),
+    Rule(
+        ("torch_compile", "blocks_to_swap", "gradient_checkpointing"),
+        lambda s: s.torch_compile is True and s.blocks_to_swap and not s.gradient_checkpointing,
+        "backward of a compiled block would read the weights of the block swapped in since; set "
+        "gradient_checkpointing = true, or swap none",
+    ),
+    *(
+        Rule(
+            ("activation_budget_mb", "torch_compile", key),
+            lambda s, key=key: s.torch_compile is True and s.activation_budget_mb and s.values[key],  # type: ignore[misc]
+            f"compiled blocks keep attention's outputs only without {key}; remove one of the three",
+        )
+        for key in ("blocks_to_swap", "cpu_offload_checkpointing")
+    ),
+)
+
+_LORA = (
+    Rule(
+        ("full_bf16", "mixed_precision"),
+        lambda s: s.full_bf16 and s.mixed_precision not in ("auto", "bf16"),
+        'needs the forward pass in bf16 too; set mixed_precision = "bf16"',
+    ),
+    Rule(
+        ("base_dtype", "mixed_precision"),
+        lambda s: s.base_dtype in ("bf16", "fp16") and s.mixed_precision not in ("auto", s.base_dtype),
+        '{base_dtype} weights need a {base_dtype} forward pass; set mixed_precision = "{base_dtype}"',
+    ),
+    Rule(
+        ("fp8_base", "fp8_scaled"),
+        lambda s: s.fp8_base and s.fp8_scaled,
+        "casts without scales, fp8_scaled quantises with scales; keep one of them",
+    ),
+    Rule(
+        ("quantised_activations", "quantised_compute"),
+        lambda s: s.quantised_activations != "none" and s.quantised_compute == "quantised",
+        "products as weights are stored round them already; remove quantised_compute",
+    ),
+    Rule(
+        ("fp8_granularity", "quantised_compute"),
+        lambda s: s.quantised_compute == "quantised" and s.fp8_scaled and s.fp8_granularity.startswith("block"),
+        'block scales cannot be multiplied in fp8, as quantised_compute = "quantised" does; set "row" or "tensor"',
+    ),
+    Rule(
+        ("fp8_format", "quantised_compute"),
+        lambda s: s.quantised_compute == "quantised" and (s.fp8_base or s.fp8_scaled) and s.fp8_format != "e4m3fn",
+        '{fp8_format} weights cannot be multiplied in fp8, as quantised_compute = "quantised" does; set "e4m3fn"',
+    ),
+)
 
 
 def _drops(s: Settings) -> bool:
@@ -124,110 +433,135 @@ def _drops(s: Settings) -> bool:
     return bool(s.network_dropout) or not all(map(is_nothing, values))
 
 
-FACTS: Mapping[str, Callable[[Settings], Any]] = {
-    **LAYOUTS,
-    "averages_weights": lambda s: _row(s).averages,
-    "averaging_is_off": lambda s: "use_schedulefree=False" in _arguments(s),
-    "computes_its_rate": lambda s: (
-        _row(s).name == "Adafactor" and _arguments(s) & {"relative_step=True", "warmup_init=True"}
+def _not_captured(key: str, when: Callable[[Settings], Any], reason: str) -> Rule:
+    remedy = '; change that, or set cuda_graph = "auto"'
+    return Rule(("cuda_graph", key), lambda s: s.cuda_graph is True and when(s), reason + remedy)
+
+
+_IMAGES = (
+    _not_captured(
+        "blocks_to_swap",
+        lambda s: s.blocks_to_swap,
+        "a graph finds weights only where they were, and blocks_to_swap moves them",
     ),
-    "drops": _drops,
-    "estimates_its_step": lambda s: estimates_step_size(s.optimizer_type),
-    "forward_in_another_dtype": lambda s: (
-        s.base_dtype in ("bf16", "fp16") and s.mixed_precision not in ("auto", s.base_dtype)
+    _not_captured(
+        "cpu_offload_checkpointing",
+        lambda s: s.cpu_offload_checkpointing,
+        "the copies of cpu_offload_checkpointing are not captured",
     ),
-    "has_one_beginning": lambda s: (s.preset is None) != (s.init_from is None),
-    "has_t5": lambda s: "t5xxl" in MODEL_TYPES[s.model_type].files,
-    "is_class_path": lambda s: "." in s.optimizer_type,
-    "is_fp8": lambda s: s.fp8_base or s.fp8_scaled,
-    "is_muon": lambda s: _is_one_of(s.optimizer_type, ("Muon",)),
-    "learning_rate_is_tiny": lambda s: "learning_rate" in s.given and 0 < s.learning_rate < SMALLEST_LR_FACTOR,
-    "more_parts_than_a_batch": lambda s: s.pp > 1 and (s.microbatches or 1) > s.train_batch_size,
-    "more_strengths_than_files": lambda s: len(s.base_weights_multiplier) > len(s.base_weights),
-    "no_timesteps_between": lambda s: s.min_timestep >= s.max_timestep,
-    "saves_base_weights": _saves_base_weights,
-    "steps_by_element": lambda s: _is_one_of(s.optimizer_type, ELEMENTWISE),
-    "steps_by_row": lambda s: _is_one_of(s.optimizer_type, SHARDABLE),
-    "texts_differ_in_length": lambda s: MODEL_TYPES[s.model_type].texts_differ_in_length,
-    "trains_text_encoders": lambda s: s.network_train_text_encoder_only or any(s.text_encoder_lr),
-    "warms_up_to_the_end": _warms_up_to_the_end,
-}
+    _not_captured(
+        "text_encoder_lr",
+        lambda s: s.network_train_text_encoder_only or any(s.text_encoder_lr),
+        "text encoders in training (text_encoder_lr) read captions and are not captured",
+    ),
+    _not_captured("mixed_precision", lambda s: s.mixed_precision == "fp16", "fp16's loss scaler is not captured"),
+    _not_captured(
+        "network_dropout", _drops, "a graph would repeat the masks of network_dropout, rank_dropout and module_dropout"
+    ),
+    _not_captured(
+        "dynamo_mode", lambda s: s.dynamo_mode == "reduce-overhead", "reduce-overhead captures graphs of its own"
+    ),
+    Rule(
+        ("fp8_text_encoder", "mixed_precision", "model_type"),
+        lambda s: s.fp8_text_encoder and s.mixed_precision == "fp16" and "t5xxl" in MODEL_TYPES[s.model_type].files,
+        'T5 leaves the range of fp16; set mixed_precision = "bf16" or remove it',
+    ),
+    Rule(
+        ("distill_from", "distill_lora", "network_weights"),
+        lambda s: s.distill_from and not (s.distill_lora or s.network_weights),
+        "it needs the LoRA as it was trained in bf16; set network_weights to that LoRA",
+    ),
+    Rule(
+        ("distill_from", "loss_type"),
+        lambda s: s.distill_from and s.loss_type != "l2",
+        'learns by the squared error, not {loss_type}; set loss_type = "l2"',
+    ),
+    Rule(
+        ("distill_from", "text_encoder_lr"),
+        lambda s: s.distill_from and any(s.text_encoder_lr),
+        "its answers are to cached text, which text encoders in training change; remove text_encoder_lr",
+    ),
+    Rule(
+        ("preserve", "distill_from"),
+        lambda s: s.preserve != "none" and s.distill_from,
+        "a teacher's answers are the targets already; remove one of the two",
+    ),
+    Rule(
+        ("prior_loss_weight", "preserve"),
+        lambda s: s.preserve != "none" and not s.prior_loss_weight,
+        "0 leaves preserve = {preserve!r} without effect; raise it, or remove preserve",
+    ),
+    Rule(
+        ("text_encoder_lr", "dim_from_weights"),
+        lambda s: s.dim_from_weights and any(s.text_encoder_lr),
+        "dim_from_weights trains the transformer's layers of a file and nothing else; remove one of the two",
+    ),
+    Rule(
+        ("base_weights_multiplier", "base_weights"),
+        lambda s: len(s.base_weights_multiplier) > len(s.base_weights),
+        "has more strengths than base_weights has files; give one for each",
+    ),
+    Rule(
+        ("sample_model", "init_lora_weights"),
+        lambda s: s.sample_model and s.init_lora_weights != "default",
+        "takes the place of base weights, which {init_lora_weights} has changed; remove one of them",
+    ),
+    Rule(
+        ("min_timestep", "max_timestep"),
+        lambda s: s.min_timestep >= s.max_timestep,
+        "{min_timestep} is not below max_timestep {max_timestep}; swap or change them",
+    ),
+    Rule(
+        ("weighting_scheme", "timestep_sampling"),
+        lambda s: s.weighting_scheme in ("logit_normal", "mode") and s.timestep_sampling != "sigma",
+        '{weighting_scheme} shapes the density of timestep_sampling = "sigma" only; set that too',
+        harmless=True,
+    ),
+)
 
+_PIPELINE = (
+    Rule(
+        ("microbatches", "train_batch_size", "pp"),
+        lambda s: s.pp > 1 and (s.microbatches or 1) > s.train_batch_size,
+        "{microbatches} parts of a train_batch_size of {train_batch_size}; raise that or lower it",
+    ),
+)
 
-# --- the rows of rules.toml ----------------------------------------------------------------------------------------
+_CHATS = (
+    Rule(
+        ("network_type",),
+        lambda s: s.network_type not in ("lora", "dora"),
+        "peft's {network_type} has another form; a language model takes lora and dora",
+    ),
+    Rule(
+        ("validation_split", "validation_data"),
+        lambda s: s.validation_data and s.validation_split,
+        "validation_data is what is validated on; remove one of them",
+    ),
+)
 
+_PRETRAINING = (
+    Rule(
+        ("preset", "init_from"),
+        lambda s: (s.preset is None) == (s.init_from is None),
+        "give either preset (fresh weights) or init_from (published ones)",
+    ),
+    Rule(
+        ("full_bf16", "mixed_precision"),
+        lambda s: s.full_bf16 and s.mixed_precision != "no",
+        'weights are bf16 already; set mixed_precision = "no"',
+    ),
+    Rule(
+        ("full_bf16", "optimizer_type"),
+        lambda s: s.full_bf16 and _is_one_of(s.optimizer_type, ("Muon",)),
+        'is not made for Muon; set mixed_precision = "bf16" instead',
+    ),
+)
 
-@dataclass(frozen=True)
-class Row:
-    """What an option does not go with.
-
-    Attributes:
-        key: the option.
-        why: layout -> reason and remedy; options in braces and {layout} are filled in.
-        when: for which values.
-        words: those values in words, for the docs.
-    """
-
-    key: str
-    why: Mapping[str, str]
-    when: Mapping[str, Any]
-    words: str
-
-    def conflicts(self, settings: Settings) -> Iterator[Conflict]:
-        """Yield a conflict for each of the layouts that ``settings`` have."""
-        if self.key not in settings.values or not settings.meet(self.when):
-            return
-        for layout, reason in self.why.items():
-            if LAYOUTS[layout](settings):
-                message = reason.format(layout=layout, **settings.values)
-                yield Conflict((self.key, layout.split(" ")[0]), f"{self.key}: {message}")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Options (first the one to change), when they do not go together, and what to say, options in braces."""
-
-    keys: tuple[str, ...]
-    when: Mapping[str, Any]
-    text: str
-    harmless: bool = False
-
-    def conflicts(self, settings: Settings) -> Iterator[Conflict]:
-        """Yield the conflict if it holds and the schema has the options."""
-        if all(key in settings.values for key in self.keys) and settings.meet(self.when):
-            yield Conflict(self.keys, f"{self.keys[0]}: {self.text.format(**settings.values)}", self.harmless)
-
-
-_NAMES = {
-    "{elementwise}": listed(ELEMENTWISE),
-    "{by_row}": listed(SHARDABLE),
-    "{texts_differ_in_length}": ", ".join(name for name, row in MODEL_TYPES.items() if row.texts_differ_in_length),
-}
-
-
-def _filled_in(text: str) -> str:
-    return re.sub("|".join(_NAMES), lambda name: _NAMES[name[0]], text)
-
-
-def _matrix(*parts: str) -> tuple[Row, ...]:
-    rows = []
-    for row in (row for part in parts for row in _TABLES["matrix"][part]):
-        why = {layout: _filled_in(reason) for at, reason in row["why"].items() for layout in at.split(", ")}
-        rows.append(Row(row["key"], why, row.get("when", {row["key"]: True}), _filled_in(row.get("words", ""))))
-    return tuple(rows)
-
-
-def _rules(*parts: str) -> tuple[Rule, ...]:
-    return tuple(Rule(tuple(row.pop("keys")), **row) for part in parts for row in map(dict, _TABLES["rules"][part]))
-
-
-_TABLES = read_toml(Path(__file__).with_name("rules.toml"))[0]
-LORA_MATRIX, PRETRAIN_MATRIX = _matrix("common", "lora"), _matrix("common", "pretraining")
-FP8_NOT_GATHERED = next(row.why["zero = 3"] for row in LORA_MATRIX if row.key == "fp8_base")
 RULES: Mapping[type, tuple[Row | Rule, ...]] = {
-    TrainConfig: (*_rules("images", "lora", "optimizer", "compiled"), *LORA_MATRIX),
-    ChatTrainConfig: (*_rules("chats", "lora", "optimizer", "compiled", "pipeline"), *LORA_MATRIX),
-    PretrainConfig: (*_rules("pretraining", "optimizer", "compiled", "pipeline"), *PRETRAIN_MATRIX),
+    TrainConfig: (*_IMAGES, *_LORA, *_OPTIMIZER, *_COMPILED, *LORA_MATRIX),
+    ChatTrainConfig: (*_CHATS, *_LORA, *_OPTIMIZER, *_COMPILED, *_PIPELINE, *LORA_MATRIX),
+    PretrainConfig: (*_PRETRAINING, *_OPTIMIZER, *_COMPILED, *_PIPELINE, *PRETRAIN_MATRIX),
 }
 
 
