@@ -48,26 +48,13 @@ from torch import Tensor
 
 from library.checksums import shards_of
 from library.errors import UserError, reason_of
-from library.files import atomic_path, open_own, read_json, reading
+from library.files import atomic_path, open_own, read_json, read_toml, reading
 from library.gguf_header import MAGIC, read_gguf_header
 
 MAX_HEADER_BYTES = 100_000_000
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_NAMES = read_toml(Path(__file__).with_name("dtype_names.toml"))[0]
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in _NAMES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHECKSUM = "crc32_with_name"  # in the metadata, eight hex digits
 _CHECKSUM_PLACE = re.compile(rb'"crc32_with_name":"([0-9a-f]{8})"')  # a quote within a string would be escaped
 TensorSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> (dtype, shape)
@@ -379,9 +366,12 @@ def _of_name(path: str | Path) -> int:
     return zlib.crc32(os.fsencode(Path(path).name))
 
 
-def is_checked(header: Mapping[str, Any]) -> bool:
-    """Return whether the file of a header was written ``checked``."""
-    return _CHECKSUM in header.get("__metadata__", {})
+def is_complete(path: Path) -> bool:
+    """Whether a file has the length that its header says, and a checksum, which those of earlier versions have not."""
+    try:
+        return _CHECKSUM in read_safetensors_header(path).get("__metadata__", {})
+    except UserError:
+        return False
 
 
 def read_checked(path: str | Path) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ from library.data.masks import MASKS_VERSION, Mask, generated_mask
 from library.data.samples import ControlImage, Sample
 from library.errors import UserError, counted, names_in_short
 from library.randomness import generator, python_random
-from library.safetensors_io import is_checked, read_checked, read_safetensors_header, write_safetensors
+from library.safetensors_io import is_complete, read_checked, write_safetensors
 
 _MOST_CHECKED = 4 << 30  # bytes of cache files that are read at the start of a run
 _DECODERS = 4  # threads that decode and resize ahead while the encoder works
@@ -369,14 +369,6 @@ def discard_damaged(paths: Iterable[Path], say: Callable[[str], object]) -> None
     if damaged:
         names = names_in_short([path.name for path in damaged], shown=2)
         say(f"note: {damaged[0].parent}: {counted(len(damaged), 'damaged file')} made again: {names}")
-
-
-def is_complete(path: Path) -> bool:
-    """Whether a file has the length that its header says, and a checksum, which those of earlier versions have not."""
-    try:
-        return is_checked(read_safetensors_header(path))
-    except UserError:
-        return False
 
 
 def encode_latents(

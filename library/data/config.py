@@ -363,12 +363,11 @@ def _read_table(file: _File, number: int, general: dict[str, Any], defaults: Dat
         subsets = (_build_subset(file, f"{file.path}: {name}", shared, own, is_musubis(table)),)
     else:
         raise UserError(f"{where}: no [[datasets.subsets]]; add one with image_dir or metadata_file")
-    cache = settings.cache_directory
-    if cache:
+    cache_directory = None
+    if cache := settings.cache_directory:
         refuse_climbing(where, "cache_directory", cache)
-    own_cache = written_path(cache, f"{where}: cache_directory") if cache else None
-    cache_directory = (file.path.parent / own_cache).resolve() if own_cache else None
-    if defaults.cache_directory and not cache:
+        cache_directory = (file.path.parent / written_path(cache, f"{where}: cache_directory")).resolve()
+    elif defaults.cache_directory:
         cache_directory = written_path(defaults.cache_directory, "cache_directory").resolve()
     rest = (None if control is None else _both(control), number + 1, is_musubis(table))
     return [  # samples are told apart by their subset: each has copies of its own

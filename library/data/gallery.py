@@ -73,17 +73,15 @@ def write_thumbnails(images: Mapping[str, str], folder: Path, advance: Callable[
 
 
 def _write_thumbnail(image: str, path: Path) -> None:
-    if not path.exists() and (data := thumbnail(image, THUMBNAIL_SIDE)):
-        with atomic_path(path) as temporary:
-            temporary.write_bytes(data)
-
-
-def thumbnail(image: str, side: int) -> bytes | None:
-    """Return a small JPEG of an image file, upright and no larger than ``side``; None of one that cannot be shown."""
+    """Write a small JPEG of an image file, upright, unless it is there; none of one that cannot be shown."""
+    if path.exists():
+        return
     try:
-        return small_jpeg(reduced(read_bytes(image), image, side), side)
+        data = small_jpeg(reduced(read_bytes(image), image, THUMBNAIL_SIDE), THUMBNAIL_SIDE)
     except Exception:  # whatever a broken image does to a decoder; its finding says what is wrong
-        return None
+        return
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def crop_box(fit: Fit) -> tuple[float, float, float, float]:

@@ -38,7 +38,7 @@ from library.checksums import fingerprint
 from library.config.schema import TrainConfig, TrainingConfig
 from library.console import Console
 from library.data.batches import Batch, DataParallelRank, collate
-from library.data.cache import discard_damaged, is_complete
+from library.data.cache import discard_damaged
 from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.files import clear_leftovers
@@ -46,7 +46,7 @@ from library.models.family import Family
 from library.models.family_by_name import model_family, with_transformer
 from library.precision.recipe import WeightLoader, plan_base
 from library.processes import agreed
-from library.safetensors_io import write_safetensors
+from library.safetensors_io import is_complete, write_safetensors
 from library.training.checkpoint.state import start_position
 from library.training.flow import noisy_latents
 from library.training.plan import base_dtype
