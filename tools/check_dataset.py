@@ -17,6 +17,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -153,13 +154,11 @@ def main() -> None:
         kind, pixel_multiple = family.conditioning, family.image_encoder.published_multiple
         too_long = family.load_text_encoder(torch.float32).too_long
     console, config = tool_console(), load_dataset_config(options.dataset, arguments, kind)
-    if options.json is not None:
-        start = partial(print_progress, console, seconds=0.5)
+    printed = nullcontext(partial(print_progress, console, seconds=0.5))
+    with printed if options.json is not None else counting(console) as start:
         report = check(config, pixel_multiple, start, too_long, options.seed)
-        write_json(options, config, report, start, pixel_multiple)
-    else:
-        with counting(console) as start:
-            report = check(config, pixel_multiple, start, too_long, options.seed)
+        if options.json is not None:
+            write_json(options, config, report, start, pixel_multiple)
     show(report, console)
     if options.strict and report.findings:
         raise UserError(

@@ -294,25 +294,24 @@ def _tables_of_folder(folder: Path, given: Mapping[str, str]) -> dict[str, Any]:
     if listed := given.get("in_json"):
         subsets = [{"image_dir": ".", "metadata_file": str(Path(listed).absolute())}]
     else:
-        subsets = _dreambooth_subsets("train_data_dir", folder)
-        for subset in subsets:
-            subset["image_dir"] = str(Path(subset["image_dir"]).relative_to(folder))
+        subsets = _dreambooth_subsets("train_data_dir", folder, Path())
         if regular := given.get("reg_data_dir"):
-            found = _dreambooth_subsets("reg_data_dir", Path(regular).absolute())
+            regular_folder = Path(regular).absolute()
+            found = _dreambooth_subsets("reg_data_dir", regular_folder, regular_folder)
             subsets += [subset | {"is_reg": True} for subset in found]
     if masks := given.get("conditioning_data_dir"):
         subsets = [subset | {"conditioning_data_dir": str(Path(masks).absolute())} for subset in subsets]
     return {"datasets": [{"subsets": subsets}]}
 
 
-def _dreambooth_subsets(key: str, folder: Path) -> list[dict[str, Any]]:
+def _dreambooth_subsets(key: str, folder: Path, written: Path) -> list[dict[str, Any]]:
     if not folder.is_dir():
         raise UserError(f"{key}: {folder} is not a folder; run this where the images are")
     subsets: list[dict[str, Any]] = []
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         repeats, _, name = path.name.partition("_")
         if repeats.isdigit() and int(repeats) > 0:
-            subset: dict[str, Any] = {"image_dir": str(path), "num_repeats": int(repeats)}
+            subset: dict[str, Any] = {"image_dir": str(written / path.name), "num_repeats": int(repeats)}
             subsets.append(subset | ({"class_tokens": name} if name else {}))
     if not subsets:
         named = "'10_name class'; rename the image folders so, or give a dataset TOML"

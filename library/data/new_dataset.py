@@ -12,12 +12,8 @@ from typing import BinaryIO
 from library.errors import UserError
 from library.files import find_bad_name, toml_text, write_text
 
-IMAGE_SUFFIXES = frozenset(
-    (
-        *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif"),
-        *(".bmp", ".dib", ".tif", ".tiff", ".gif"),
-    )
-)
+_PNG_AND_JPEG = (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif")
+IMAGE_SUFFIXES = frozenset((*_PNG_AND_JPEG, ".webp", ".avif", ".bmp", ".dib", ".tif", ".tiff", ".gif"))
 CAPTION_SUFFIXES = frozenset((".txt", ".caption"))  # of new ones; a dataset may name others
 LEAST_RESOLUTION = 32  # a patch of every model
 MOST_CAPTION_BYTES = 2**20  # no model reads more than a few thousand
