@@ -54,7 +54,7 @@ _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 def read_header(path: str) -> tuple[Size, int]:
     """Return the upright (width, height) of an image and the number of its frames or pages, without decoding it."""
-    with _open(path, path) as image:
+    with reading(path, "replace it, or start again if it was removed meanwhile"), _open(path, path) as image:
         width, height = image.size
         size = (height, width) if _orientation(image) >= 5 else (width, height)
         return size, _frames(image)
@@ -147,13 +147,6 @@ def to_latent_mask(mask: Image.Image, latent_factor: int) -> Tensor:
     return torch.nn.functional.avg_pool2d(array[None], latent_factor)
 
 
-def _open(source: str | io.BytesIO, name: str) -> OpenImage:
-    if isinstance(source, str):
-        with reading(source, "replace it, or start again if it was removed meanwhile"):
-            return _identified(source, name)
-    return _identified(source, name)
-
-
 @functools.cache
 def formats() -> tuple[str, ...]:
     """Return the formats that images are read in, whatever a file is called: for EPS Pillow runs a program."""
@@ -161,7 +154,7 @@ def formats() -> tuple[str, ...]:
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
-def _identified(source: str | io.BytesIO, name: str) -> OpenImage:
+def _open(source: str | io.BytesIO, name: str) -> OpenImage:
     try:
         image = Image.open(source, formats=formats())
         if image.width * image.height > MAX_PIXELS:

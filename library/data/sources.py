@@ -355,8 +355,15 @@ def _from_metadata(subset: Subset, index: FileIndex, warnings: list[str], condit
 def _listed_file(
     base: Path, name: str, what: str, where: str, folders: dict[str, _Listing], index: FileIndex
 ) -> SourceFile:
-    """The record of an image that a metadata entry names; ``folders`` remembers what was listed."""
-    folder, written = os.path.split(_inside(base, name, what, where))
+    """The record of an image that a metadata entry names; a relative path must stay below ``base``.
+
+    ``folders`` remembers what was listed.
+    """
+    path = written_path(name, f"{where}: {what}")
+    full = os.path.normpath(base / path)
+    if not path.is_absolute() and not os.path.realpath(full).startswith(os.path.realpath(base) + os.sep):
+        raise UserError(f"{where}: {what} {name!r} lies outside {base}; write its absolute path")
+    folder, written = os.path.split(full)
     if folder not in folders:
         folders[folder] = _list_images(folder) if Path(folder).is_dir() else ({}, {})
     files, by_stem = folders[folder]
@@ -403,17 +410,6 @@ def _metadata_entries(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
         if not isinstance(entry, dict):
             raise UserError(f'{file}: entry {name!r} is not an object; write {{"caption": ...}}')
         yield f"{file}: {name!r}", name, entry
-
-
-def _inside(base: Path, name: str, what: str, where: str) -> str:
-    """Absolute path of a metadata entry; a relative one must stay below ``base``."""
-    path = written_path(name, f"{where}: {what}")
-    full = os.path.normpath(base / path)
-    if path.is_absolute():
-        return full
-    if not os.path.realpath(full).startswith(os.path.realpath(base) + os.sep):
-        raise UserError(f"{where}: {what} {name!r} lies outside {base}; write its absolute path")
-    return full
 
 
 def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> tuple[str, bool]:
