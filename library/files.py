@@ -458,9 +458,7 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
         UserError: the file cannot be read, is not UTF-8 (with or without a byte order mark), or a line is no JSON.
     """
     with reading(path), open(path, encoding="utf-8-sig") as file:
-        number = 0
-        while line := file.readline(_MOST_LINE_BYTES):
-            number += 1
+        for number, line in enumerate(iter(functools.partial(file.readline, _MOST_LINE_BYTES), ""), 1):
             where = f"{path}:{number}"
             if len(line) == _MOST_LINE_BYTES and not line.endswith("\n"):
                 raise UserError(f"{where}: the line is longer than {_MOST_LINE_BYTES / 2**20:.0f} MiB; cut it up")

@@ -279,8 +279,9 @@ class CachedDataset(Dataset[Item]):
         cached = read_cached(latent_path(sample, flipped, self.image_fingerprint), self._crop(sample, rng))
         latents, mask = cached["latents"], cached.get("mask")
         conditions = read_conditions(sample, flipped, epoch, sample_id, self.seed, self.image_fingerprint)
-        if mask is None and self._has_masks:
-            mask = self._default_mask(latents, conditions)
+        if mask is None and self._has_masks:  # of a sample without one among others with: its region to fill, else all
+            whole, region = torch.ones(1, *latents.shape[-2:]), conditions.mask
+            mask = whole if region is None else torch.nn.functional.avg_pool2d(region, self.latent_factor)
         text = read_cached(source.text.path(self.text_folder, self.text_fingerprint))
         weight = sample.group.loss_weight
         if source.prior and self.preservation is not None:
@@ -335,12 +336,6 @@ class CachedDataset(Dataset[Item]):
         caption, prior = self._caption(sample, epoch, sample_id)
         text = self.text_job(sample, caption, flipped)
         return ItemSource(sample, flipped, epoch, sample_id, self.seed, text, prior), rng
-
-    def _default_mask(self, latents: Tensor, conditions: Conditions) -> Tensor:
-        """The loss mask [1, h, w] of a sample without one among others with: its region to fill, else all of it."""
-        if conditions.mask is not None:
-            return torch.nn.functional.avg_pool2d(conditions.mask, self.latent_factor)
-        return torch.ones(1, *latents.shape[-2:])
 
     def _crop(self, sample: Sample, rng: random.Random) -> tuple[int, int, int, int] | None:
         """(top, left, height, width) in latents of this epoch's random crop; None where all is used."""

@@ -383,8 +383,11 @@ def encode_latents(
             upcoming += [pool.submit(_load_batch, later, encoder.latent_factor) for later in islice(batches, 1)]
             with torch.no_grad():
                 latents = encoder.encode(pixels)
-            _check_latents(latents, pixels, encoder, batch)
+            height, width = (side // encoder.latent_factor for side in pixels.shape[-2:])
+            assert (latents.shape[0], *latents.shape[-2:]) == (len(batch), height, width), latents.shape
             for job, latent, more in zip(batch, latents, besides, strict=True):
+                if not torch.isfinite(latent).all():
+                    raise UserError(f"{job.source}: its latents are not finite; encode images in bf16 or fp32")
                 tensors, source = {job.tensor_name: latent, **more}, {"image": Path(job.source).name}
                 _write(job.path, tensors, source)
             advance(len(batch))
@@ -413,14 +416,6 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
         elif not path.is_file():
             path.unlink(missing_ok=True)
     write_safetensors(path, tensors, metadata, checked=True)
-
-
-def _check_latents(latents: Tensor, pixels: Tensor, encoder: ImageEncoder, batch: list[EncodeJob]) -> None:
-    height, width = (side // encoder.latent_factor for side in pixels.shape[-2:])
-    assert (latents.shape[0], *latents.shape[-2:]) == (len(batch), height, width), latents.shape
-    for job, latent in zip(batch, latents, strict=True):
-        if not torch.isfinite(latent).all():
-            raise UserError(f"{job.source}: its latents are not finite; encode images in bf16 or fp32")
 
 
 def read_cached(path: Path, crop: tuple[int, int, int, int] | None = None) -> dict[str, Tensor]:

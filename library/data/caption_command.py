@@ -51,7 +51,11 @@ def write_captions(command: str, config: DatasetConfig, start: Callable[[str, in
         UserError: it cannot be run, fails or prints nothing; captions written before stay.
     """
     words = command_words(command)
-    files = all_uncaptioned(config)
+    every = [subset for dataset in config.datasets for subset in dataset.subsets if subset.settings.num_repeats]
+    subsets = [one for one in every if one.metadata_file is None and one.settings.class_tokens is None]
+    if not subsets:
+        raise UserError(f"{config.path}: caption_command: every subset has class_tokens or a metadata_file; remove it")
+    files = {image: file for subset in subsets for image, file in uncaptioned(subset).items()}
     advance = start("captioning", len(files))
     for image, file in files.items():
         if not file.exists():  # a.png and a.jpg share one
@@ -75,15 +79,6 @@ def command_words(command: str) -> list[str]:
         remedy = f"give {_IMAGE} as an argument of its own, to a shell as: sh -c 'my_captioner \"$1\"' sh {_IMAGE}"
         raise UserError(f"caption_command: {code[0]!r}: there a file's name could run as code; {remedy}")
     return words
-
-
-def all_uncaptioned(config: DatasetConfig) -> dict[Path, Path]:
-    """Return every image of a dataset that a command is to caption, with the file that its caption belongs in."""
-    every = [subset for dataset in config.datasets for subset in dataset.subsets if subset.settings.num_repeats]
-    subsets = [one for one in every if one.metadata_file is None and one.settings.class_tokens is None]
-    if not subsets:
-        raise UserError(f"{config.path}: caption_command: every subset has class_tokens or a metadata_file; remove it")
-    return {image: file for subset in subsets for image, file in uncaptioned(subset).items()}
 
 
 def caption_of(words: list[str], image: Path) -> str:

@@ -43,6 +43,7 @@ _REDUCED = 256  # pixels a side that a check decodes JPEGs to, several times as 
 
 
 Stats = tuple[int, int, int]  # bytes, mtime_ns, ctime_ns
+Read = Callable[[str], Sequence[Any] | None]  # of a file's path: what is to be remembered, None for nothing
 Start = Callable[[int], Callable[[int], None]]  # start(total) -> advance(n)
 
 
@@ -225,11 +226,7 @@ class FileIndex:
         return {file.path: problems[file.path] for file in files if file.path in problems}
 
     def look(
-        self,
-        kind: str,
-        files: Iterable[SourceFile],
-        read: Callable[[str], Sequence[Any] | None],
-        start: Start = lambda _: lambda _: None,
+        self, kind: str, files: Iterable[SourceFile], read: Read, start: Start = lambda _: lambda _: None
     ) -> dict[str, Sequence[Any]]:
         """Return by path what ``read`` says of the path of each file (JSON), or said of it before, under ``kind``.
 
@@ -251,9 +248,7 @@ class FileIndex:
                     self._changed = True
         return {path: values for path, values in found.items() if values is not None}
 
-    def _read(
-        self, kind: str, files: Sequence[SourceFile], read: Callable[[str], Sequence[Any] | None], *start: Start
-    ) -> None:
+    def _read(self, kind: str, files: Sequence[SourceFile], read: Read, *start: Start) -> None:
         found = self.look(kind, files, read, *start)
         for file in files:
             file.note(kind, found.get(file.path))
