@@ -35,7 +35,8 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -374,15 +375,19 @@ def decoded(data: bytes, path: str | Path) -> str:
     Raises:
         UserError: neither UTF-8 nor UTF-16 with a byte order mark, or a text with NUL, which is another encoding's.
     """
-    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    encoding = _encoding_of(data)
     try:
-        text = data.decode(encoding)
+        text = data.decode(encoding).lstrip("\ufeff")  # where two programs each wrote a mark
     except UnicodeDecodeError as error:
         named = "UTF-16" if encoding == "utf-16" else "UTF-8"
         raise UserError(f"{path}: not {named} (byte {error.start}); save it as UTF-8") from None
     if "\0" in text:
         raise UserError(f"{path}: holds NUL, so it is UTF-16, or no text; save it as UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _encoding_of(data: bytes) -> str:
+    return "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
 def read_toml(path: str | Path, remedy: str = "check the path") -> tuple[dict[str, Any], str]:
@@ -455,9 +460,9 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
     """Yield what each line of a jsonl file holds that is not blank, after "file:line" for messages.
 
     Raises:
-        UserError: the file cannot be read, is not UTF-8 (with or without a byte order mark), or a line is no JSON.
+        UserError: the file cannot be read, is neither UTF-8 nor UTF-16 with a byte order mark, or a line is no JSON.
     """
-    with reading(path), open(path, encoding="utf-8-sig") as file:
+    with reading(path), open(path, "rb") as beginning, open(path, encoding=_encoding_of(beginning.read(2))) as file:
         for number, line in enumerate(iter(functools.partial(file.readline, _MOST_LINE_BYTES), ""), 1):
             where = f"{path}:{number}"
             if len(line) == _MOST_LINE_BYTES and not line.endswith("\n"):
@@ -469,11 +474,12 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
 def parse_json(text: str, where: str, remedy: str = "correct it") -> Any:
     """Return what a JSON text holds; raises a UserError that begins with ``where`` and ends with ``remedy``.
 
-    Refused are also NaN and Infinity, which are no JSON though Python reads them, halves of characters, which no file
-    can be written with, and what is nested deeper than anything a person would write.
+    Refused are also a key given twice, of which Python would take the last, NaN and Infinity, which are no JSON though
+    Python reads them, halves of characters, which no file can be written with, and what is nested deeper than anything
+    a person would write.
     """
     try:
-        found = json.loads(text, parse_constant=_no_number)
+        found = json.loads(text, parse_constant=_no_number, object_pairs_hook=keys_once)
         if _HALF.search(text):
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -488,6 +494,15 @@ def parse_json(text: str, where: str, remedy: str = "correct it") -> Any:
 
 
 _HALF = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
+
+
+def keys_once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return a table's pairs as a dictionary; raises a ValueError that names a key given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{twice!r} stands there twice; keep one")
+    return found
 
 
 def _no_number(name: str) -> None:

@@ -34,13 +34,11 @@ import os
 import re
 import struct
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -48,7 +46,7 @@ from torch import Tensor
 
 from library.checksums import shards_of
 from library.errors import UserError, reason_of
-from library.files import atomic_path, open_own, read_json, read_toml, reading
+from library.files import atomic_path, keys_once, open_own, read_json, read_toml, reading
 from library.gguf_header import MAGIC, read_gguf_header
 
 MAX_HEADER_BYTES = 100_000_000
@@ -251,7 +249,7 @@ def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, 
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
             text = file.read(length)
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=keys_once)
         with reading(path):
             _check_header(path, may_be_cut)
         if wrong := next((name for name, entry in header.items() if not isinstance(entry, dict | None)), None):
@@ -267,14 +265,6 @@ def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, 
     if header.get("__metadata__", "") is None:  # the library allows it
         del header["__metadata__"]
     return header, 8 + length
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the header has {twice!r} twice")
-    return found
 
 
 def _check_header(path: str | Path, may_be_cut: bool) -> None:

@@ -85,6 +85,10 @@ def test_what_windows_editors_write_is_read(tmp_path: Path, encoding: str) -> No
     path = tmp_path / "a.toml"
     path.write_bytes("name = 'Grüße'\r\nrank = 4\r\n".encode(encoding))
     assert read_toml(path)[0] == {"name": "Grüße", "rank": 4}
+    path.write_bytes('"Grüße"\r\n\r\n4\r\n'.encode(encoding))
+    assert [value for _, value in read_json_lines(path)] == ["Grüße", 4]
+    path.write_bytes("\ufeffGrüße".encode(encoding))  # as two programs, each with a mark of its own, leave it
+    assert read_text(path) == "Grüße"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,7 @@ def test_other_encodings_are_refused(tmp_path: Path, data: bytes, said: str) -> 
         ("[" * 5000, "not valid JSON"),
         ("[" * 500 + "]" * 500, "tables or lists more than 64 deep"),
         ("1" * 5000, "not valid JSON"),
+        ('{"a": 1, "b": [{"c": 1, "c": 1}]}', "not valid JSON .'c' stands there twice; keep one"),
     ],
 )
 def test_json_that_would_fail_later_fails_here(text: str, said: str) -> None:

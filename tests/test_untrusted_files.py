@@ -55,7 +55,7 @@ def write(path: Path, header: object, data: int, length: int | None = None) -> P
         ({"a": None}, 0, "invalid type: null"),
         ({"__metadata__": {"a": 1}}, 0, "invalid type: integer"),
         ([], 0, "not a safetensors file"),
-        (b'{"a": 1, "a": 2}', 0, "the header has 'a' twice"),
+        (b'{"a": 1, "a": 2}', 0, "'a' stands there twice"),
         (b"[" * 100_000, 0, "not a safetensors file"),
         (b"\xff\xfe", 0, "not a safetensors file"),
         (b"1" * 5000, 0, "not a safetensors file"),

@@ -233,6 +233,6 @@ def test_files_without_questions_are_named(tmp_path: Path) -> None:
         read_questions(tmp_path / "empty.jsonl")
     with pytest.raises(UserError, match="none.jsonl: no such file"):
         read_questions(tmp_path / "none.jsonl")
-    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff")
     with pytest.raises(UserError, match="not UTF-8 \\(byte 0\\)"):
         read_questions(tmp_path / "bytes.jsonl")

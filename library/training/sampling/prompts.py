@@ -196,6 +196,8 @@ def parse_prompt(line: str, default: SamplePrompt, pixel_multiple: int, where: s
         if field == "control_images":
             values[field] = (*values.get(field, ()), text)
             continue
+        if field in values:
+            raise UserError(f"{where}: --{name} stands there twice; keep one")
         try:
             values[field] = _KINDS[kind](text)
         except ValueError:

@@ -132,6 +132,8 @@ def test_a_list_gives_the_prompts_that_a_file_of_its_lines_gives(
         ("cat --ci a.png", "prompts.txt:1: image 'a.png' does not exist; it is looked for beside the prompts' file"),
         ("cat --am 0.5", "--am is not taken: LoRA strengths are one for all images"),
         ("cat --f 25", "--f is not taken: an image is one frame"),
+        ("cat --w 64 --n one --W 128", "prompts.txt:1: --W stands there twice; keep one"),
+        ("cat --n one --n ", "--n stands there twice"),
         ("# nothing", "sample_prompts: .*holds no prompt; write one a line"),
     ],
 )
