@@ -47,7 +47,7 @@ _ENTRY_KEYS = ("image_path", "caption", "tags", "image_size")  # the last is sd-
 _CAPTIONS = (".txt", ".caption", ".cap", ".tags")
 _OF_TRAINERS = (".npz", ".safetensors", ".json", ".jsonl", ".toml", ".yaml")  # caches, and what describes datasets
 _MOST_NAMED = 3
-_Listing = tuple[dict[str, Stats], dict[str, str]]  # of _list_images
+_Listing = tuple[dict[str, Stats], dict[str, list[str]]]  # of _list_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,26 +148,27 @@ def _find_masks(
     missing = [source.name for its_stem, source in zip(stems, sources, strict=True) if its_stem not in masks]
     if missing:
         raise UserError(f"{subset.where}: no mask in {key} {folder} for {_some_of(missing, len(sources))}; {remedy}")
-    _note_unused(subset.where, "masks", folder, masks, set(stems), warnings)
-    return [index.image(f"{folder}{os.sep}{masks[s]}", files[masks[s]]) for s in stems]
+    names = [_only(masks[its_stem], f"{subset.where}: {key} {folder}") for its_stem in stems]
+    _note_unused(subset.where, "masks", folder, files, set(names), warnings)
+    return [index.image(f"{folder}{os.sep}{name}", files[name]) for name in names]
 
 
 def _find_control_images(
     where: str, folder: Path, recursive: bool, images: Sequence[str], index: FileIndex, warnings: list[str]
 ) -> list[tuple[SourceFile, ...]]:
     """Return the control images of every image in their order; none for an image without."""
-    files, plain = _list_images(folder, recursive)
+    files = list_folder(folder, recursive)
     stems = [_companion(name, recursive) for name in images]
     known, used = set(stems), set[str]()
     of_image: dict[str, dict[int, str]] = defaultdict(dict)  # stem -> number -> name; -1: of the image's own name
-    for its_stem, name in plain.items():
+    for name in filter(is_image, files):
+        its_stem = stem(name)
         match = None if its_stem in known else _NUMBERED.fullmatch(its_stem)
         owner, number = (match[1], int(match[2])) if match else (its_stem, -1)
         if owner in known:
-            used.add(its_stem)
-            if (other := of_image[owner].setdefault(number, name)) != name:
-                both = f"{other} and {name}"
-                raise UserError(f"{where}: control_directory {folder} holds {both}, of one number; remove one")
+            used.add(name)
+            other = of_image[owner].setdefault(number, name)
+            _only(sorted({other, name}), f"{where}: control_directory {folder}", "number" if match else "name")
     found: list[tuple[SourceFile, ...]] = []
     for its_stem in stems:
         names = dict(sorted(of_image.get(its_stem, {}).items()))
@@ -179,7 +180,7 @@ def _find_control_images(
             named = f"{its_stem}_{missing}"
             raise UserError(f"{where}: control_directory {folder} holds no {named} but higher numbers; count from 0")
         found.append(tuple(index.image(f"{folder}{os.sep}{name}", files[name]) for name in names.values()))
-    _note_unused(where, "control images", folder, plain, used, warnings)
+    _note_unused(where, "control images", folder, files, used, warnings)
     return found
 
 
@@ -189,21 +190,28 @@ def _companion(name: str, recursive: bool) -> str:
 
 
 def _list_images(folder: str | Path, recursive: bool = False) -> _Listing:
-    """Return a folder's files, and stem -> name of its images."""
-    files = list_folder(folder, recursive)
-    by_stem: dict[str, str] = {}
-    for name in files:
-        if is_image(name):
-            by_stem.setdefault(stem(name), name)
+    """Return a folder's files, and stem -> names of its images."""
+    files, by_stem = list_folder(folder, recursive), defaultdict[str, list[str]](list)
+    for name in filter(is_image, files):
+        by_stem[stem(name)].append(name)
     return files, by_stem
 
 
+def _only(names: Sequence[str], holder: str, what: str = "name", remedy: str = "remove one") -> str:
+    """Return the only one of ``names``; which of several is meant nobody can tell."""
+    if len(names) > 1:
+        raise UserError(f"{holder} holds {names[0]} and {names[1]}, of one {what}; {remedy}")
+    return names[0]
+
+
 def _note_unused(
-    where: str, what: str, folder: Path, names: dict[str, str], used: set[str], warnings: list[str]
+    where: str, what: str, folder: Path, files: Collection[str], used: set[str], warnings: list[str]
 ) -> None:
-    unused = sorted(names.keys() - used)
-    if unused:
-        warnings.append(f"{where}: {len(unused)} {what} in {folder} belong to no image ({names[unused[0]]}, ...)")
+    images = list(filter(is_image, files))
+    if unused := sorted(set(images) - used):
+        warnings.append(f"{where}: {len(unused)} {what} in {folder} belong to no image ({unused[0]}, ...)")
+    if others := left_out(files, images):
+        warnings.append(f"{where}: in {folder} {others}")
 
 
 def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[Source]:
@@ -226,8 +234,8 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
             f"({names_in_short(inside, _MOST_NAMED)}); set recursive = true to train on them"
         )
     captions = captions_beside(files, subset)
-    if left_out := _left_out(files, names, dangling, set(captions.values())):
-        warnings.append(f"{subset.where}: {left_out}")
+    if others := left_out(files, names, dangling, set(captions.values())):
+        warnings.append(f"{subset.where}: {others}")
     found: list[Source] = []
     without: list[str] = []
     for name in names:
@@ -367,10 +375,11 @@ def _listed_file(
     if folder not in folders:
         folders[folder] = _list_images(folder) if Path(folder).is_dir() else ({}, {})
     files, by_stem = folders[folder]
-    file_name = written if written in files else by_stem.get(written)  # sd-scripts' tools write stems
-    if file_name is None:
+    alike = [written] if written in files else by_stem.get(written)  # sd-scripts' tools write stems
+    if alike is None:
         near = did_you_mean(written, files) or f"; it is looked for in {folder}"
         raise UserError(f"{where}: {what} {name!r} does not exist{near}")
+    file_name = _only(alike, f"{where}: {folder}", remedy="write which, with its ending")
     return index.image(f"{folder}{os.sep}{file_name}", files[file_name])
 
 
@@ -429,14 +438,19 @@ def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> tupl
     return "\n".join(lines) or (subset.settings.class_tokens or "" if caption is None else ""), more
 
 
-def _left_out(files: Collection[str], images: Sequence[str], dangling: Sequence[str], captions: set[str]) -> str:
+def left_out(
+    files: Collection[str], images: Sequence[str], dangling: Sequence[str] = (), captions: Collection[str] = ()
+) -> str:
     """Return "2 files left out: b.txt (captions without an image)"; "" where there is none worth naming."""
     reasons: dict[str, list[str]] = defaultdict(list)
     stems = set(map(stem, images))
-    for name in sorted(set(files) - set(images) - captions):
+    for name in sorted({*files}.difference(images, captions)):
         suffix = f".{name.rpartition('.')[2].lower()}"
         if suffix in _CAPTIONS:
-            reasons["captions without an image"] += [name] * (stem(name) not in stems)
+            unread = "captions that are not read; caption_extension says which are"
+            reasons[unread if stem(name) in stems else "captions without an image"].append(name)
+        elif suffix in IMAGE_SUFFIXES:
+            reasons["images in no folder called like '10_name'"].append(name)
         elif suffix not in _OF_TRAINERS:
             reasons["not read; save pictures as PNG or JPEG"].append(name)
     reasons["pipes, devices, or links that lead nowhere"] += sorted(dangling)

@@ -108,6 +108,29 @@ def test_two_control_images_of_one_number_are_refused(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("conditioning", "key"),
+    [("none", "conditioning_data_dir"), ("fill", "inpaint_mask_directory"), ("references", "control_directory")],
+)
+def test_of_two_files_that_could_be_meant_none_is_taken(folder: Path, conditioning: ConditionKind, key: str) -> None:
+    for name in ("a.png", "b.jpg", "b.png", "spare.png", "spare.jpg"):
+        Image.new("L", (64, 64), 255).save(folder / "masks" / name)
+    said = refused(folder, conditioning, f"{key} = 'masks'")
+    assert said == f"/dataset.toml: subset 1: {key} /masks holds b.jpg and b.png, of one name; remove one"
+    (folder / "masks" / "b.jpg").rename(folder / "masks" / "b.tga")
+    toml = write_toml(folder, subset=f"image_dir = 'img'\n{key} = 'masks'")
+    notes = build(toml, masked_loss=conditioning == "none", conditioning=conditioning).warnings
+    left_out = f"in {folder}/masks 1 file left out: b.tga (not read; save pictures as PNG or JPEG)"
+    assert f"{toml}: subset 1: {left_out}" in notes
+
+
+def test_a_record_that_names_two_files_is_refused(folder: Path) -> None:
+    add_image(folder / "img", "a.jpg")
+    (folder / "m.json").write_text('{"a": {"caption": "x"}}')
+    said = refused(folder, "none", "metadata_file = 'm.json'")
+    assert said == "/m.json: 'a': /img holds a.jpg and a.png, of one name; write which, with its ending"
+
+
 def test_masks_and_control_images_of_no_image_are_told(folder: Path) -> None:
     for name in ("a.png", "b.png", "c.png"):
         add_image(folder / "control", name, caption=None)

@@ -47,14 +47,25 @@ def test_images_of_every_suffix_are_found_with_their_captions(tmp_path: Path) ->
 def test_what_is_left_out_is_named_with_its_reason_and_what_systems_leave_is_not(tmp_path: Path) -> None:
     folder = tmp_path / "img"
     add_image(folder, "a.png")
-    for name in ("notes.docx", "clip.mp4", "photo.HEIC", "b.txt", ".DS_Store", "Thumbs.db", "a.npz", "._a.png"):
+    for name in (
+        "a.TXT",
+        "a.Caption",
+        "notes.docx",
+        "clip.mp4",
+        "photo.HEIC",
+        "b.txt",
+        ".DS_Store",
+        "Thumbs.db",
+        "a.npz",
+        "._a.png",
+    ):
         (folder / name).write_bytes(b"x")
     (folder / "gone.png").symlink_to(tmp_path / "nowhere.png")
     data = build(write_toml(tmp_path))
     assert names(data.train.samples) == ["a.png"]
     assert [line.replace(str(tmp_path), "") for line in data.warnings] == [
-        "/dataset.toml: subset 1: 5 files left out: b.txt (captions without an image); clip.mp4, notes.docx, "
-        "photo.HEIC (not read; save pictures as PNG or JPEG); gone.png (pipes, devices, or links that lead nowhere)"
+        "/dataset.toml: subset 1: 7 files left out: a.Caption, a.TXT (captions that are not read; caption_extension "
+        "says which are); b.txt (captions without an image); clip.mp4, notes.docx, photo.HEIC (not read; save pictures as PNG or JPEG); gone.png (pipes, devices, or links that lead nowhere)"
     ]
 
 
