@@ -8,12 +8,8 @@ back with that one line changed (``library.config.edit``), what its keys are now
 from __future__ import annotations
 
 import re
-import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +22,11 @@ from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
 from library.config.load import RawConfig, checked, read_keys, toml_path
 from library.config.markers import split_pairs
-from library.config.model_types import MODEL_FILE_KEYS, MODEL_TYPES
+from library.config.model_types import MODEL_FILE_KEYS
 from library.config.optimizer_types import OPTIMIZERS
-from library.config.schema import TrainConfig
 from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections
-from library.data.config import load_dataset_config
-from library.data.samples import scan
 from library.errors import UserError
 from library.files import decoded, parse_json, read_text, read_toml
-from library.models.files import refuse_other_kind
 from library.models.hub import takes_parts
 from library.training.report.run_folder import is_run, script_of, settings_of, text_of
 from library.training.sampling.prompts import read_prompts
@@ -43,6 +35,7 @@ from library.web.jobs import ROOT, Job
 from library.web.loras import free_name, weights_in
 from library.web.run import run_status
 from library.web.site import Form, Routes, Site, goto, tell_changed, url
+from library.web.trainable import reason_against
 
 Values = dict[str, Any]  # option -> value
 Command = tuple[list[str], dict[str, str]]  # words of a job, and its files
@@ -60,8 +53,6 @@ _MOST_TEXT, _MOST_BRACKETS = 2**16, 2000  # of a configuration; nested lists tak
 _PATHS = ("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "dataset_config")
 _MADE = ("output_dir", "cache_directory", "distill_cache", "save_fallback_dir", "logging_dir")  # may not be there yet
 _LINE = re.compile(rf"(?:{NAME}:\d+: )?([\w-]+): (.*?)(?:; fill it in)?$")  # what is said of a key
-_LOOKED_AT = 10  # seconds for which model and dataset are not looked at again
-_PATCH = 16  # pixels, of which trained sides are multiples
 _OF_A_RUN = (*_PATHS, "dataset_args", "output_dir", "output_name")  # which a suggestion leaves as the form has them
 
 
@@ -124,27 +115,8 @@ def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) ->
     taken = _against_output(site, values) if is_new else []
     lines += [*_refused(site, values, script), *taken]
     if not lines and script is LORA:
-        lines += filter(None, [_not_trained(config.model_dump_json(), int(time.monotonic() / _LOOKED_AT))])
+        lines += filter(None, [reason_against(config)])
     return lines, summary(notes), values
-
-
-@lru_cache(maxsize=8)
-def _not_trained(settings: str, period: int) -> str:
-    """Return what the trainer will say first of model and dataset, by their headers; in each ``period`` once."""
-    config = TrainConfig.model_validate_json(settings)
-    model, kind = Path(config.model.pretrained_model_name_or_path).expanduser(), config.model.model_type
-    key = "pretrained_model_name_or_path"
-    try:
-        if model.exists():
-            refuse_other_kind(model, kind)
-        key = "dataset_config"
-        found = load_dataset_config(config.dataset.dataset_config, config.dataset, MODEL_TYPES[kind].conditioning)
-        with tempfile.TemporaryDirectory() as scratch:
-            datasets = tuple(replace(each, cache_directory=Path(scratch)) for each in found.datasets)
-            scan(replace(found, datasets=datasets), config.training.seed, _PATCH)
-    except (UserError, OSError, ValueError) as error:
-        return f"{key}: {error}".partition("\n")[0]
-    return ""
 
 
 def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list[str]:

@@ -255,7 +255,7 @@ def test_a_folder_that_holds_a_run_is_not_taken_twice(server: Server) -> None:
     assert "output/held-3" in text
     found = json.loads(post(server, "/new/edit", text=demo("output/held"), training="images", touched="1")[1])
     changes = [problem["changes"] for problem in found["problems"] if problem["key"] == "output_dir"]
-    assert changes == [{"output_dir": "output/held-3"}]
+    assert changes == [{"output_dir": "output/held-3", "output_name": "demo-3"}]
 
 
 @in_browser

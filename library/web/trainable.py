@@ -1,0 +1,68 @@
+"""What the trainer will say first of a model and a dataset, asked of a process of its own: looking needs torch.
+
+    python -m library.web.trainable MODEL MODEL_TYPE DATASET SEED     # DATASET: the configuration's section as JSON
+
+prints the reason against them, or nothing. Headers are read and images are listed; nothing is decoded or stored.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from library.config.model_types import MODEL_TYPES
+from library.config.schema import DatasetArguments, TrainConfig
+from library.web.jobs import ROOT
+
+_KEPT, _MOST_SECONDS = 30, 60  # how long an answer holds, how long one may take
+_PATCH = 16  # pixels, of which trained sides are multiples
+
+
+def reason_against(config: TrainConfig) -> str:
+    """Return in a line what the trainer would refuse of model and dataset, "" if nothing; an answer holds 30 s."""
+    model, dataset, seed = config.model, config.dataset.model_dump_json(), config.training.seed
+    words = (str(model.pretrained_model_name_or_path), model.model_type, dataset, str(seed))
+    return _answer(words, int(time.monotonic() / _KEPT))
+
+
+@lru_cache(maxsize=8)
+def _answer(words: tuple[str, ...], period: int) -> str:
+    command = [sys.executable, "-m", "library.web.trainable", *words]
+    surroundings = os.environ | {"PYTHONPATH": str(ROOT)}  # the folder stays the page's, which paths begin at
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_MOST_SECONDS, env=surroundings, check=False
+        )
+        return done.stdout.strip()
+    except subprocess.TimeoutExpired:  # a dataset on a slow disk: the run itself will tell
+        return ""
+
+
+def _look(model: str, model_type: str, dataset: str, seed: str) -> str:
+    from library.data.config import load_dataset_config  # with torch, which the page does without
+    from library.data.samples import scan
+    from library.models.files import refuse_other_kind
+
+    arguments, path, key = DatasetArguments.model_validate_json(dataset), Path(model).expanduser(), "dataset_config"
+    try:
+        if path.exists():
+            key = "pretrained_model_name_or_path"
+            refuse_other_kind(path, model_type)
+        key = "dataset_config"
+        found = load_dataset_config(arguments.dataset_config, arguments, MODEL_TYPES[model_type].conditioning)
+        with tempfile.TemporaryDirectory() as scratch:
+            datasets = tuple(replace(each, cache_directory=Path(scratch)) for each in found.datasets)
+            scan(replace(found, datasets=datasets), int(seed), _PATCH)
+    except (OSError, ValueError) as error:  # a UserError is a ValueError
+        return f"{key}: {error}".partition("\n")[0]
+    return ""
+
+
+if __name__ == "__main__":
+    print(_look(*sys.argv[1:]))
