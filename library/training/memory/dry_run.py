@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from PIL import Image
 from torch import Tensor, nn
 
@@ -108,7 +109,7 @@ def plan_memory(build: Build, config: TrainConfig, source: Source | None = None)
         except UserError as error:
             source, notes = "formula", [str(error)]
     if source == "formula":
-        with _dummies(config) as (complete, folder, missing):
+        with _dummies(config) as (complete, folder, missing), _another_precision():
             return replace(by_formula(opened_task(build, complete, folder), config), notes=[*notes, *missing])
     capability = torch.cuda.get_device_capability() if source == "card" else _HOPPER
     arguments = config.model_dump(mode="json", exclude_unset=True), capability, source
@@ -129,6 +130,18 @@ def plan_memory(build: Build, config: TrainConfig, source: Source | None = None)
         write_checked_json(kept, asdict(counted))
         answer = read_checked_json(kept)
     return _as_plan(answer)
+
+
+@contextmanager
+def _another_precision() -> Iterator[None]:
+    """Let a task be opened in another precision than the run's, which accelerate has one of in a process."""
+    kept = dict(AcceleratorState._shared_state)
+    AcceleratorState._reset_state()
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state()
+        AcceleratorState._shared_state.update(kept)
 
 
 def _as_plan(answer: dict[str, Any]) -> MemoryPlan:
