@@ -113,6 +113,17 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 
 @contextmanager
+def gathering(refusals: list[str] | None) -> Iterator[None]:
+    """Within the block a UserError is added to ``refusals``, and ends it; without a list it is raised."""
+    try:
+        yield
+    except UserError as error:
+        if refusals is None:
+            raise
+        refusals.append(str(error))
+
+
+@contextmanager
 def error_prefix(where: str) -> Iterator[None]:
     """Put ``where`` (a file, a section) in front of any ``UserError`` raised inside the block."""
     try:

@@ -43,7 +43,7 @@ from typing import Any
 
 import toml
 
-from library.errors import UserError, WriteError
+from library.errors import UserError, WriteError, gathering
 
 _LEFTOVER = re.compile(
     r"\.(?P<name>.+)\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<begun>\d+)(-\d+)?\.(?P<kind>tmp|old|gone)"
@@ -456,8 +456,10 @@ def read_json(path: str | Path, remedy: str = "download it again") -> dict[str, 
     return found
 
 
-def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
+def read_json_lines(path: str | Path, refusals: list[str] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield what each line of a jsonl file holds that is not blank, after "file:line" for messages.
+
+    Lines that are no JSON are passed over where there are ``refusals``, to which their errors are added.
 
     Raises:
         UserError: the file cannot be read, is neither UTF-8 nor UTF-16 with a byte order mark, or a line is no JSON.
@@ -468,7 +470,8 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
             if len(line) == _MOST_LINE_BYTES and not line.endswith("\n"):
                 raise UserError(f"{where}: the line is longer than {_MOST_LINE_BYTES / 2**20:.0f} MiB; cut it up")
             if line.strip():
-                yield where, parse_json(line, where)
+                with gathering(refusals):
+                    yield where, parse_json(line, where)
 
 
 def parse_json(text: str, where: str, remedy: str = "correct it") -> Any:

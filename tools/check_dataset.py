@@ -45,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--strict", action="store_true", help="exit code 2 if anything is found")
     parser.add_argument("--trigger_word", help="as in training: for subsets that name none")
     parser.add_argument("--cache_directory", help="as in training; default .tandem_cache beside the images")
+    parser.add_argument(
+        "--dataset_args", nargs="*", metavar="KEY=VALUE", help="as in training: what the TOML leaves open"
+    )
     parser.add_argument("--config_file", help="the training's: captions are counted in its model's tokens")
     return parser
 
@@ -64,6 +67,8 @@ _SHOWN = 5  # findings of a kind in the terminal
 
 def conditioning_of(dataset: Path) -> ConditionKind:
     """Return which kind of model a TOML's keys are for; those that ask for nothing are passed over."""
+    if dataset.expanduser().is_dir():  # whose keys are dataset_args'
+        return "none"
     text = re.sub(r"'\w+': (False|0|''|\[\])(?=[,}])", "", str(read_toml(dataset, "check dataset_config")[0]))
     if any(f"'{key}'" in text for key in INPAINT_KEYS):
         return "fill"
@@ -139,7 +144,7 @@ def main() -> None:
     options = parser().parse_args()
     if options.thumbnails is not None and options.json is None:
         raise UserError("--thumbnails: has no effect without --json, which names them; give it, or remove --thumbnails")
-    given = {"cache_directory": options.cache_directory, "trigger_word": options.trigger_word}
+    given = {key: getattr(options, key) for key in ("cache_directory", "trigger_word", "dataset_args")}
     given = {"dataset_config": str(options.dataset)} | {key: value for key, value in given.items() if value is not None}
     arguments, kind, pixel_multiple = DatasetArguments(**given), conditioning_of(options.dataset), _PIXEL_MULTIPLE
     too_long: TooLong | None = None
@@ -148,7 +153,8 @@ def main() -> None:
 
         from library.models.family_by_name import model_family
 
-        flags = (word for key, value in given.items() for word in (f"--{key}", value))
+        lists = {key: [value] if isinstance(value, str) else value for key, value in given.items()}
+        flags = (word for key, words in lists.items() for word in (f"--{key}", *words))
         training = load_config(["--config_file", options.config_file, *flags])
         arguments, family = training.dataset, model_family(training.model)
         kind, pixel_multiple = family.conditioning, family.image_encoder.published_multiple

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -18,8 +19,17 @@ from library.data.captions import caption_variants, has_word, words_around
 from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.mask_files import REFUSED, look_at_masks
-from library.data.samples import FindSources, Sample, cache_folder, sizes_seen
-from library.data.sources import Source, captions_beside, find_sources, is_image, lines_read, note_frames, note_lines
+from library.data.samples import FindSources, Sample, cache_folder, idle_parts, scan, sizes_seen
+from library.data.sources import (
+    Source,
+    captions_beside,
+    find_sources,
+    is_image,
+    lines_read,
+    note_frames,
+    note_lines,
+    read_records,
+)
 from library.errors import UserError, counted, names_in_short
 from library.files import read_toml
 
@@ -83,7 +93,7 @@ def check(
         too_long: which captions the model's text encoder does not read to their end.
         seed: the training's, which chooses the held-out images.
     """
-    findings, captions, notes, sizes = list[Finding](), list[Caption](), list[str](), list[str]()
+    findings, captions, notes, sizes = list[Finding](), list[Caption](), idle_parts(config), list[str]()
     images: dict[str, SourceFile] = {}
     problems: dict[str, str] = {}  # by path of an unreadable file
     for _, [*datasets] in groupby(config.datasets, key=lambda dataset: dataset.number):  # each resolution of a table
@@ -100,7 +110,7 @@ def check(
             used += sizes_seen(subset, whole, seed) if subset.settings.num_repeats else []
             loaded.append((subset, index, sources))
         buckets = [Bucketing(dataset, pixel_multiple, used) for dataset in datasets]
-        sizes += [f"{dataset.where}: {describe_sizes(dataset, pixel_multiple, used)}" for dataset in datasets]
+        sizes += [f"{dataset.where}: {describe_sizes(dataset, pixel_multiple, used)}" for dataset in datasets if used]
         for subset, index, sources in loaded:
             images_read = list[tuple[Source, list[Fit]]]()
             for source in sources:
@@ -126,6 +136,11 @@ def check(
     findings += [*_captions(captions), *_trigger_words(captions)]
     if too_long is not None:
         findings += long_captions(captions, too_long, config.arguments.caption_variants)
+    if not any(finding.is_error for finding in findings):
+        try:
+            scan(config, seed, pixel_multiple)
+        except UserError as error:  # of all images together: none is left to train on, or to hold out
+            findings.append(Finding("setup", (), str(error)))
     return Report(len(images), findings, tuple(notes), tuple(sizes))
 
 
@@ -156,9 +171,14 @@ def _sources(
         index.save()
         return found
     except UserError as error:
-        findings.append(Finding("setup", (), str(error)))
+        refusals = [str(error)]
+    if subset.metadata_file is not None:
+        found = list[Source]()
+        with suppress(UserError):  # that of the file as a whole, which was met above
+            found = read_records(subset, index, [], conditioning, refusals)
+    findings += [Finding("setup", (), text) for text in dict.fromkeys(refusals)]
     if subset.image_dir is None or subset.metadata_file is not None:
-        return []
+        return found
     listed = list_folder(subset.image_dir, subset.settings.recursive)
     found, captions = [], captions_beside(listed, subset, refuse=False)
     for name in filter(is_image, listed):

@@ -29,10 +29,10 @@ from PIL import Image
 from library.conditions import ConditionKind
 from library.data.buckets import Bucketing, ControlSizing, Fit, Images, Size, describe_sizes, same_shape, size_text
 from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
-from library.data.file_index import FileIndex, SourceFile, checked_bytes
+from library.data.file_index import FileIndex, SourceFile, checked_bytes, files_inside, list_folder
 from library.data.images import decode, fit_image
 from library.data.mask_files import look_at_masks
-from library.data.sources import Source, find_sources, note_frames, note_lines
+from library.data.sources import Source, find_sources, is_image, left_out, note_frames, note_lines
 from library.errors import UserError, counted, names_in_short
 from library.randomness import derive_seed
 
@@ -169,12 +169,11 @@ def scan(
     """
     indexes: dict[Path, FileIndex] = {}
     identities: Counter[str] = Counter()
-    result = Scan([], [], [], _inert_keys(config))
+    result = Scan([], [], [], idle_parts(config))
     for number, dataset in enumerate(config.datasets):
         loaded: list[tuple[SampleGroup, list[Source], Images]] = []
         for subset in dataset.subsets:
             if subset.settings.num_repeats == 0:
-                result.warnings.append(f"{subset.where}: num_repeats = 0, left out")
                 continue
             cache = cache_folder(dataset, subset)
             index = indexes.setdefault(cache, FileIndex(cache))
@@ -187,7 +186,7 @@ def scan(
             loaded.append((group, sources, sizes_seen(subset, sources, seed)))
         images = [image for _, _, seen in loaded for image in seen]
         buckets = Bucketing(dataset, pixel_multiple, images)
-        result.sizes.append(describe_sizes(dataset, pixel_multiple, images))
+        result.sizes.extend([describe_sizes(dataset, pixel_multiple, images)] if images else [])
         train: list[Sample] = []
         for group, sources, seen in loaded:
             samples = _load_subset(group, sources, seen, buckets, control_sizing(dataset), identities)
@@ -306,7 +305,8 @@ def _balance(samples: list[Sample], where: str, warnings: list[str], share: floa
 
 def _check_split(config: DatasetConfig, result: Scan) -> None:
     if not result.train:
-        raise UserError(f"{config.path}: no images left to train on; lower validation_split or add images")
+        remedy = "lower validation_split" if result.held_out else "every num_repeats is 0: raise one,"
+        raise UserError(f"{config.path}: no images left to train on; {remedy} or add images")
     splits = [subset.settings.validation_split for dataset in config.datasets for subset in dataset.subsets]
     if any(splits) and not result.held_out:
         images = sum(not sample.settings.is_reg for sample in result.train)  # of the others none is held out
@@ -316,9 +316,15 @@ def _check_split(config: DatasetConfig, result: Scan) -> None:
         )
 
 
-def _inert_keys(config: DatasetConfig) -> list[str]:
-    """Bucket keys that other settings leave without effect; kohya's own configs often carry them."""
-    lines = []
+_NEEDED = {  # key of a subset -> keys of which one must be set for it to have an effect
+    "keep_tokens": ("shuffle_caption", "caption_tag_dropout_rate"),
+    "validation_seed": ("validation_split",),
+}
+
+
+def idle_parts(config: DatasetConfig) -> list[str]:
+    """Return lines on subsets and files that are left out, and on keys without effect, as kohya's configs have them."""
+    lines = _beside_numbered(config)
     for dataset in config.datasets:
         settings, limits = dataset.settings, {"min_bucket_reso", "max_bucket_reso"}
         beside, inert = "with bucket_no_upscale", limits if settings.bucket_no_upscale else set[str]()
@@ -326,4 +332,27 @@ def _inert_keys(config: DatasetConfig) -> list[str]:
             beside, inert = "without enable_bucket", {"bucket_no_upscale", "bucket_reso_steps", *limits}
         if given := sorted(inert & settings.model_fields_set):
             lines.append(f"{dataset.where}: no effect {beside}: {', '.join(given)}")
+        for key, needed in _NEEDED.items():
+            asked = [(subset.where, getattr(subset.settings, key)) for subset in dataset.subsets]
+            works = [any(getattr(subset.settings, other) for other in needed) for subset in dataset.subsets]
+            used = {None, 0, *(value for (_, value), does in zip(asked, works, strict=True) if does)}  # or inherited
+            idle = [where for where, value in asked if value not in used]
+            lines += [f"{where}: no effect without {' or '.join(needed)}: {key}" for where in idle]
+        off = [subset.where for subset in dataset.subsets if subset.settings.num_repeats == 0]
+        lines += [f"{where}: num_repeats = 0, left out" for where in off]
+    return list(dict.fromkeys(lines))
+
+
+def _beside_numbered(config: DatasetConfig) -> list[str]:
+    """Return lines on what folders of folders like ``10_name`` hold beside those."""
+    subsets = [subset for dataset in config.datasets for subset in dataset.subsets if subset.metadata_file is None]
+    folder = config.path.parent
+    roots = dict.fromkeys((folder / subset.written_dir).parent for subset in subsets) if config.path.name == "*" else ()
+    lines, known = [], [path for one in subsets for path in (one.image_dir, *one.companion_dirs) if path is not None]
+    for root in roots:
+        dangling = list[str]()
+        files = list(list_folder(root, dangling=dangling))
+        files += filter(is_image, files_inside(root, [*known, *(other for other in roots if other != root)]))
+        if others := left_out(files, (), dangling):
+            lines.append(f"{root}: {others}")
     return lines

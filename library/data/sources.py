@@ -37,7 +37,7 @@ from library.data.captions import TRIGGER, lacks_trigger
 from library.data.config import Subset, SubsetSettings, refused_condition_keys
 from library.data.file_index import FileIndex, SourceFile, Stats, files_inside, list_folder
 from library.data.new_dataset import IMAGE_SUFFIXES
-from library.errors import UserError, counted, did_you_mean, names_in_short
+from library.errors import UserError, counted, did_you_mean, gathering, names_in_short
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text, written_path
 
 _NUMBERED = re.compile(r"(.+)_(\d+)")
@@ -84,7 +84,7 @@ def find_sources(
         conditioning: what the model is given; of an edit model every image must have a control image.
     """
     if subset.metadata_file:
-        found = _from_metadata(subset, index, warnings, conditioning)
+        found = read_records(subset, index, warnings, conditioning)
     else:
         found = _from_folder(subset, index, warnings)
     masks, fills = (_find_masks(subset, key, found, index, warnings) for key in _MASKS)
@@ -336,7 +336,14 @@ def _complain_about_missing_captions(
     raise UserError(f"{subset.where}: no {suffix} file for any of {counted(total, 'image')}; {remedy}")
 
 
-def _from_metadata(subset: Subset, index: FileIndex, warnings: list[str], conditioning: ConditionKind) -> list[Source]:
+def read_records(
+    subset: Subset,
+    index: FileIndex,
+    warnings: list[str],
+    conditioning: ConditionKind,
+    refusals: list[str] | None = None,
+) -> list[Source]:
+    """List the images of a metadata file; what is wrong with a record is raised, or added to ``refusals``."""
     file = subset.metadata_file
     assert file is not None
     base = subset.image_dir or file.parent
@@ -344,14 +351,15 @@ def _from_metadata(subset: Subset, index: FileIndex, warnings: list[str], condit
     found: list[Source] = []
     unknown: Counter[str] = Counter()
     refused = refused_condition_keys(conditioning).get("control_directory")
-    for where, name, entry in _metadata_entries(file):
-        image = _listed_file(base, name, "image", where, folders, index)
-        control_names = _control_paths(entry, refused, where)
-        start = subset.control_dir or file.parent
-        controls = tuple(_listed_file(start, c, "control image", where, folders, index) for c in control_names)
-        caption, more = _metadata_caption(subset, entry, where)
-        found.append(Source(name, image, caption, control_images=controls, more_lines=more))
-        unknown.update(key for key in entry if key not in _ENTRY_KEYS and not _CONTROL_KEY.fullmatch(key))
+    for where, name, entry in _metadata_entries(file, refusals):
+        with gathering(refusals):
+            image = _listed_file(base, name, "image", where, folders, index)
+            control_names = _control_paths(entry, refused, where)
+            start = subset.control_dir or file.parent
+            controls = tuple(_listed_file(start, c, "control image", where, folders, index) for c in control_names)
+            caption, more = _metadata_caption(subset, entry, where)
+            found.append(Source(name, image, caption, control_images=controls, more_lines=more))
+            unknown.update(key for key in entry if key not in _ENTRY_KEYS and not _CONTROL_KEY.fullmatch(key))
     if not found:
         raise UserError(f"{file}: no images in it; write one entry an image")
     if unknown:
@@ -404,21 +412,23 @@ def _control_paths(entry: dict[str, Any], refused: str | None, where: str) -> li
     return [named[number] for number in sorted(named)]
 
 
-def _metadata_entries(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _metadata_entries(file: Path, refusals: list[str] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (place for messages, image path as written, its entry) of a JSON or JSON lines file."""
     if file.suffix.lower() == ".jsonl":
-        for where, entry in read_json_lines(file):
-            if not isinstance(entry, dict) or not isinstance(entry.get("image_path"), str):
-                raise UserError(f'{where}: no "image_path"; write {{"image_path": ..., "caption": ...}}')
-            yield where, entry["image_path"], entry
+        for where, entry in read_json_lines(file, refusals):
+            with gathering(refusals):
+                if not isinstance(entry, dict) or not isinstance(entry.get("image_path"), str):
+                    raise UserError(f'{where}: no "image_path"; write {{"image_path": ..., "caption": ...}}')
+                yield where, entry["image_path"], entry
         return
     entries = parse_json(read_text(file, most=MOST_DATA_BYTES), str(file))
     if not isinstance(entries, dict):
         raise UserError(f'{file}: not an object; write {{"image.png": {{"caption": ...}}}}, or name the file .jsonl')
     for name, entry in entries.items():
-        if not isinstance(entry, dict):
-            raise UserError(f'{file}: entry {name!r} is not an object; write {{"caption": ...}}')
-        yield f"{file}: {name!r}", name, entry
+        with gathering(refusals):
+            if not isinstance(entry, dict):
+                raise UserError(f'{file}: entry {name!r} is not an object; write {{"caption": ...}}')
+            yield f"{file}: {name!r}", name, entry
 
 
 def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> tuple[str, bool]:

@@ -16,6 +16,7 @@ from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
 from library.data.lint import Report, check, summarise
 from library.data.samples import scan
+from library.errors import UserError
 from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +162,82 @@ def test_what_is_left_out_is_told_and_is_no_finding(folder: Path) -> None:
     assert report.findings == []
     (note,) = report.notes
     assert note.endswith("1 file left out: notes.docx (not read; save pictures as PNG or JPEG)")
+
+
+@pytest.mark.parametrize(
+    ("subset", "said"),
+    [
+        ("num_repeats = 0", "no images left to train on; every num_repeats is 0: raise one, or add images"),
+        ("validation_split = 1.0", "no images left to train on; lower validation_split or add images"),
+        ("validation_split = 0.01", "validation_split 0.01 holds out none of 6 images; use at least 0.17, or 0"),
+        ("is_reg = true", "only regularisation images"),
+    ],
+)
+def test_the_check_refuses_what_training_refuses_of_all_images_together(folder: Path, subset: str, said: str) -> None:
+    write_toml(folder, subset)
+    arguments = DatasetArguments(dataset_config=str(folder / "dataset.toml"))
+    with pytest.raises(UserError, match=said) as refused:
+        scan(load_dataset_config(folder / "dataset.toml", arguments), 0, 16)
+    report = looked(folder)
+    assert [(finding.kind, finding.text) for finding in report.findings] == [("setup", str(refused.value))]
+    assert not any(" 0 shapes" in line for line in report.sizes)
+
+
+def test_keys_without_effect_are_told_by_the_check_as_by_training(folder: Path) -> None:
+    write_toml(folder, "keep_tokens = 2\nvalidation_seed = 3")
+    text = (folder / "dataset.toml").read_text().replace("enable_bucket = true", "bucket_no_upscale = true")
+    (folder / "dataset.toml").write_text(text)
+    arguments = DatasetArguments(dataset_config=str(folder / "dataset.toml"))
+    notes = looked(folder).notes
+    assert [*notes] == scan(load_dataset_config(folder / "dataset.toml", arguments), 0, 16).warnings
+    assert [note.partition("no effect without ")[2] for note in notes] == [
+        "enable_bucket: bucket_no_upscale, bucket_reso_steps",
+        "shuffle_caption or caption_tag_dropout_rate: keep_tokens",
+        "validation_split: validation_seed",
+    ]
+    write_toml(folder, "keep_tokens = 2\nvalidation_seed = 3\nshuffle_caption = true\nvalidation_split = 0.5")
+    assert looked(folder).notes == ()
+
+
+@pytest.mark.parametrize(
+    "bad", ['{"image_path": "1.png", "caption": ', '{"image": "1.png"}', "[]", '{"image_path": "x.png"}']
+)
+def test_a_bad_record_hides_no_other(folder: Path, bad: str) -> None:
+    records = [json.dumps({"image_path": f"{n}.png", "caption": f"{n}"}) for n in (0, 2, 3)]
+    (folder / "images" / "m.jsonl").write_text("\n".join([records[0], bad, records[1], bad, records[2]]))
+    write_toml(folder, 'metadata_file = "images/m.jsonl"')
+    report = looked(folder)
+    assert [(one.kind, one.text.partition("m.jsonl:")[2][:1]) for one in report.findings] == [
+        ("setup", "2"),
+        ("setup", "4"),
+    ]
+    assert report.images == 3
+    assert "3 at 128x128" in report.sizes[0]
+
+
+def test_what_lies_beside_numbered_folders_is_named(tmp_path: Path) -> None:
+    named = ["img/loose.png", "img/photos/b.png", "img/0_x/b.png", "reg/late/c.png"]
+    for path in ("img/2_sky/a.png", "img/reg/1_sky/a.png", *named, "reg/1_sky/r.png"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        make_image(0).save(tmp_path / path)
+    (tmp_path / "img" / "clip.mp4").write_bytes(b"x")
+    told = []
+    for regular in ("reg", "img/reg"):
+        extra = (f"reg_data_dir={tmp_path / regular}", "resolution=128", "caption_extension=.txt")
+        arguments = DatasetArguments(dataset_config=str(tmp_path / "img"), dataset_args=extra)
+        lines = scan(load_dataset_config(tmp_path / "img", arguments), 0, 16).warnings
+        told.append([line.replace(str(tmp_path), "") for line in lines if "'10_name'" in line])
+    why = "(images in no folder called like '10_name')"
+    assert told[0] == [
+        f"/img: 5 files left out: 0_x/b.png, loose.png, photos/b.png and 1 more {why}; "
+        "clip.mp4 (not read; save pictures as PNG or JPEG)",
+        f"/reg: 1 file left out: late/c.png {why}",
+    ]
+    assert "4 files left out" in told[1][0]
+    script = ROOT / "tools/check_dataset.py"
+    done = run_script(script, ["img", "--dataset_args", "resolution=128", "reg_data_dir=reg"], tmp_path)
+    assert told[0][0][1:] in done.stdout
+    assert "no resolution; set it in dataset_args" in run_script(script, ["img"], tmp_path).stderr
 
 
 def test_small_images_are_told_with_their_factor(folder: Path) -> None:
