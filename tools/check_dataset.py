@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -153,9 +154,8 @@ def main() -> None:
 
         from library.models.family_by_name import model_family
 
-        lists = {key: [value] if isinstance(value, str) else value for key, value in given.items()}
-        flags = (word for key, words in lists.items() for word in (f"--{key}", *words))
-        training = load_config(["--config_file", options.config_file, *flags])
+        words = ((f"--{key}", *([value] if isinstance(value, str) else value)) for key, value in given.items())
+        training = load_config(["--config_file", options.config_file, *chain(*words)])
         arguments, family = training.dataset, model_family(training.model)
         kind, pixel_multiple = family.conditioning, family.image_encoder.published_multiple
         too_long = family.load_text_encoder(torch.float32).too_long

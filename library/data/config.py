@@ -351,10 +351,7 @@ def _read_table(file: _File, number: int, general: dict[str, Any], defaults: Dat
     where = f"{file.path}: {name}" if len(file.tables["datasets"]) > 1 else f"{file.path}"
     sizes = [_both(one) for one in settings.resolutions or (settings.resolution,) if one is not None]
     if not sizes:
-        remedy = (
-            "set it in dataset_args" if file.path.name == "*" else "write e.g. resolution = 1024 below [[datasets]]"
-        )
-        raise UserError(f"{where}: no resolution; {remedy}")
+        raise UserError(f"{where}: no resolution; write e.g. resolution = 1024 below [[datasets]], or in dataset_args")
     if twice := [size for size in sizes if sizes.count(size) > 1]:
         raise UserError(f"{where}: resolutions: {twice[0][0]}x{twice[0][1]} stands there twice; keep one")
     control = settings.control_resolution

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -17,20 +16,11 @@ from library.conditions import ConditionKind
 from library.data.buckets import KEPT, Bucketing, Fit, Size, describe_sizes, same_shape, size_text
 from library.data.captions import caption_variants, has_word, words_around
 from library.data.config import DatasetConfig, Subset, SubsetSettings
-from library.data.file_index import FileIndex, SourceFile, list_folder
+from library.data.file_index import FileIndex, SourceFile
 from library.data.mask_files import REFUSED, look_at_masks
 from library.data.samples import FindSources, Sample, cache_folder, idle_parts, scan, sizes_seen
-from library.data.sources import (
-    Source,
-    captions_beside,
-    find_sources,
-    is_image,
-    lines_read,
-    note_frames,
-    note_lines,
-    read_records,
-)
-from library.errors import UserError, counted, names_in_short
+from library.data.sources import Source, find_images, find_sources, note_frames, note_lines
+from library.errors import UserError, counted, gathering, names_in_short
 from library.files import read_toml
 
 Advance = Callable[[int], None]
@@ -166,27 +156,14 @@ def _sources(
     subset: Subset, index: FileIndex, findings: list[Finding], notes: list[str], conditioning: ConditionKind
 ) -> list[Source]:
     """The subset's images; where training would refuse it, as many of them as can be found without it."""
-    try:
+    found, refusals = list[Source](), list[str]()
+    with gathering(refusals):
         found = find_sources(subset, index, notes, conditioning)
         index.save()
         return found
-    except UserError as error:
-        refusals = [str(error)]
-    if subset.metadata_file is not None:
-        found = list[Source]()
-        with suppress(UserError):  # that of the file as a whole, which was met above
-            found = read_records(subset, index, [], conditioning, refusals)
+    with gathering(refusals):
+        found = find_images(subset, index, [], conditioning, refusals)
     findings += [Finding("setup", (), text) for text in dict.fromkeys(refusals)]
-    if subset.image_dir is None or subset.metadata_file is not None:
-        return found
-    listed = list_folder(subset.image_dir, subset.settings.recursive)
-    found, captions = [], captions_beside(listed, subset, refuse=False)
-    for name in filter(is_image, listed):
-        caption = subset.settings.class_tokens or ""
-        if beside := captions.get(name):
-            text = (subset.image_dir / beside).read_text(encoding="utf-8-sig", errors="replace")
-            caption, _ = lines_read(text, subset.settings)
-        found.append(Source(name, index.image(str(subset.image_dir / name), listed[name]), caption))
     return found
 
 

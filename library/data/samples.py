@@ -316,10 +316,8 @@ def _check_split(config: DatasetConfig, result: Scan) -> None:
         )
 
 
-_NEEDED = {  # key of a subset -> keys of which one must be set for it to have an effect
-    "keep_tokens": ("shuffle_caption", "caption_tag_dropout_rate"),
-    "validation_seed": ("validation_split",),
-}
+# key of a subset -> keys of which one must be set for it to have an effect
+_NEEDED = {"keep_tokens": ("shuffle_caption", "caption_tag_dropout_rate"), "validation_seed": ("validation_split",)}
 
 
 def idle_parts(config: DatasetConfig) -> list[str]:
@@ -333,13 +331,11 @@ def idle_parts(config: DatasetConfig) -> list[str]:
         if given := sorted(inert & settings.model_fields_set):
             lines.append(f"{dataset.where}: no effect {beside}: {', '.join(given)}")
         for key, needed in _NEEDED.items():
-            asked = [(subset.where, getattr(subset.settings, key)) for subset in dataset.subsets]
-            works = [any(getattr(subset.settings, other) for other in needed) for subset in dataset.subsets]
-            used = {None, 0, *(value for (_, value), does in zip(asked, works, strict=True) if does)}  # or inherited
-            idle = [where for where, value in asked if value not in used]
+            asked = [(one, getattr(one.settings, key)) for one in dataset.subsets]
+            used = {None, 0, *(value for one, value in asked if any(getattr(one.settings, other) for other in needed))}
+            idle = [one.where for one, value in asked if value not in used]  # which no subset inherits to use it
             lines += [f"{where}: no effect without {' or '.join(needed)}: {key}" for where in idle]
-        off = [subset.where for subset in dataset.subsets if subset.settings.num_repeats == 0]
-        lines += [f"{where}: num_repeats = 0, left out" for where in off]
+        lines += [f"{one.where}: num_repeats = 0, left out" for one in dataset.subsets if not one.settings.num_repeats]
     return list(dict.fromkeys(lines))
 
 

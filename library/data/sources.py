@@ -83,16 +83,22 @@ def find_sources(
         warnings: lines are added about images without a caption and masks without an image.
         conditioning: what the model is given; of an edit model every image must have a control image.
     """
-    if subset.metadata_file:
-        found = read_records(subset, index, warnings, conditioning)
-    else:
-        found = _from_folder(subset, index, warnings)
+    found = find_images(subset, index, warnings, conditioning, None)
     masks, fills = (_find_masks(subset, key, found, index, warnings) for key in _MASKS)
     found = [replace(s, mask=mask, inpaint_mask=fill) for s, mask, fill in zip(found, masks, fills, strict=True)]
     _note_trigger(subset, found, warnings)
     if conditioning == "references":
         found = _with_control_images(subset, found, index, warnings)
     return found
+
+
+def find_images(
+    subset: Subset, index: FileIndex, warnings: list[str], conditioning: ConditionKind, refusals: list[str] | None
+) -> list[Source]:
+    """List a subset's images with captions alone; with ``refusals``, what is wrong with one is added there."""
+    if subset.metadata_file:
+        return _from_metadata(subset, index, warnings, conditioning, refusals)
+    return _from_folder(subset, index, warnings, refusals)
 
 
 def _note_trigger(subset: Subset, found: list[Source], warnings: list[str]) -> None:
@@ -214,7 +220,7 @@ def _note_unused(
         warnings.append(f"{where}: in {folder} {others}")
 
 
-def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[Source]:
+def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals: list[str] | None) -> list[Source]:
     folder = subset.image_dir
     assert folder is not None
     recursive, dangling = subset.settings.recursive, list[str]()
@@ -233,24 +239,27 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
             f"{subset.where}: {counted(len(inside), 'image')} in folders inside {folder} left out "
             f"({names_in_short(inside, _MOST_NAMED)}); set recursive = true to train on them"
         )
-    captions = captions_beside(files, subset)
+    captions = captions_beside(files, subset, refuse=refusals is None)
     if others := left_out(files, names, dangling, set(captions.values())):
         warnings.append(f"{subset.where}: {others}")
     found: list[Source] = []
     without: list[str] = []
     for name in names:
-        source = Source(name, index.image(f"{folder}{os.sep}{name}", files[name]), subset.settings.class_tokens or "")
-        if beside := captions.get(name):
+        with gathering(refusals):
+            image = index.image(f"{folder}{os.sep}{name}", files[name])
+            if (beside := captions.get(name)) is None:
+                without.append(name)
+                found.append(Source(name, image, subset.settings.class_tokens or ""))
+                continue
             path = f"{folder}{os.sep}{beside}"
+            found.append(Source(name, image, "\ufffd", caption_file=path))  # if it cannot be read
             caption, more = lines_read(index.caption(path, files[beside]), subset.settings)
+            found[-1] = replace(found[-1], caption=caption, more_lines=more)
             if not caption:
                 raise UserError(f"{path}: empty caption; write one, or delete the file to use class_tokens")
-            source = replace(source, caption=caption, more_lines=more, caption_file=path)
-        else:
-            without.append(name)
-        found.append(source)
     if without and subset.settings.class_tokens is None:
-        _complain_about_missing_captions(subset, files, without, len(names), warnings)
+        with gathering(refusals):
+            _complain_about_missing_captions(subset, files, without, len(names), warnings)
     return found
 
 
@@ -336,14 +345,9 @@ def _complain_about_missing_captions(
     raise UserError(f"{subset.where}: no {suffix} file for any of {counted(total, 'image')}; {remedy}")
 
 
-def read_records(
-    subset: Subset,
-    index: FileIndex,
-    warnings: list[str],
-    conditioning: ConditionKind,
-    refusals: list[str] | None = None,
+def _from_metadata(
+    subset: Subset, index: FileIndex, warnings: list[str], conditioning: ConditionKind, refusals: list[str] | None
 ) -> list[Source]:
-    """List the images of a metadata file; what is wrong with a record is raised, or added to ``refusals``."""
     file = subset.metadata_file
     assert file is not None
     base = subset.image_dir or file.parent
@@ -360,7 +364,7 @@ def read_records(
             caption, more = _metadata_caption(subset, entry, where)
             found.append(Source(name, image, caption, control_images=controls, more_lines=more))
             unknown.update(key for key in entry if key not in _ENTRY_KEYS and not _CONTROL_KEY.fullmatch(key))
-    if not found:
+    if not found and not refusals:
         raise UserError(f"{file}: no images in it; write one entry an image")
     if unknown:
         said = [f"{key!r} ({n} of {len(found)}){did_you_mean(key, _ENTRY_KEYS)}" for key, n in unknown.items()]

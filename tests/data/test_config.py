@@ -125,7 +125,9 @@ MISTAKES = {
     ): "subset 1: neither image_dir nor metadata_file; name the folder that holds the images",
     SMALL
     + "alpha_mask = true\nconditioning_data_dir = 'img'\n": "subset 1: alpha_mask and conditioning_data_dir both give a mask; keep one of them",
-    SMALL.replace("resolution = 64", ""): "no resolution; write e.g. resolution = 1024 below [[datasets]]",
+    SMALL.replace(
+        "resolution = 64", ""
+    ): "no resolution; write e.g. resolution = 1024 below [[datasets]], or in dataset_args",
     "[[datasets]]\nresolution = 64\n": "no [[datasets.subsets]]; add one with image_dir or metadata_file",
     "[general]\nflip_aug = true\n": "no [[datasets]] table; add one with a [[datasets.subsets]] below it",
     "[datasets]\nresolution = 64\n": "[datasets] is one table of several; write it in double brackets: [[datasets]]",

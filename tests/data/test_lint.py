@@ -213,6 +213,8 @@ def test_a_bad_record_hides_no_other(folder: Path, bad: str) -> None:
     ]
     assert report.images == 3
     assert "3 at 128x128" in report.sizes[0]
+    (folder / "images" / "m.jsonl").write_text(bad)
+    assert [(one.kind, one.text.partition("m.jsonl:")[2][:1]) for one in looked(folder).findings] == [("setup", "1")]
 
 
 def test_what_lies_beside_numbered_folders_is_named(tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_what_lies_beside_numbered_folders_is_named(tmp_path: Path) -> None:
     script = ROOT / "tools/check_dataset.py"
     done = run_script(script, ["img", "--dataset_args", "resolution=128", "reg_data_dir=reg"], tmp_path)
     assert told[0][0][1:] in done.stdout
-    assert "no resolution; set it in dataset_args" in run_script(script, ["img"], tmp_path).stderr
+    assert "below [[datasets]], or in dataset_args" in run_script(script, ["img"], tmp_path).stderr
 
 
 def test_small_images_are_told_with_their_factor(folder: Path) -> None:
