@@ -50,9 +50,10 @@ answer_early(__name__, arguments)
 
 import toml
 
-from library.data.config import DATASET_KEYS, check_value, dataset_value
+from library.data.config import DATASET_KEYS, DatasetSettings, SubsetSettings, check_value, dataset_value
 from library.models.registry import lora_targets
 from library.training.optim.factory import check_optimizer
+from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
 from networks.options import parse_network_args
 
 
@@ -100,7 +101,7 @@ def migrate_foreign(program: str, text: str, path: Path, save_to: Path, overwrit
         _check_new(dataset_toml, overwrite)
     else:
         translation.note("dataset_config", "note", f"no images are named; describe them in {dataset_toml}")
-    described, edits = {key for each in found.datasets for key in each}, f"{training['model_type']}_edit"
+    described, edits = {key for each in found.datasets.values() for key in each}, f"{training['model_type']}_edit"
     if "control_directory" in described and edits in MODEL_TYPES:
         translation.default("model_type", edits, "", "the dataset has control images")
     if described & {"conditioning_data_dir", "alpha_mask"}:
@@ -116,7 +117,7 @@ def _save_datasets(found: Translated, save_to: Path, path: Path, overwrite: bool
     """Write the dataset TOML; what does not fit a key is not taken, with a note."""
     _check_new(save_to, overwrite)
     tables = []
-    for values in found.datasets:
+    for where, values in found.datasets.items():
         taken: dict[str, Any] = {}
         for key, value in values.items():
             try:
@@ -124,7 +125,9 @@ def _save_datasets(found: Translated, save_to: Path, path: Path, overwrite: bool
                 check_value("", key, taken[key])
             except UserError:
                 taken.pop(key, None)
-                found.dataset_notes.append(Note(key, "refused", f"not taken: {value!r} does not fit"))
+                usual = (DatasetSettings.model_fields | SubsetSettings.model_fields)[key].get_default()
+                follows = "" if usual is None else f"; it is {usual!r}"
+                found.dataset_notes.append(Note(where + key, "refused", f"not taken: {value!r} does not fit{follows}"))
         table: dict[str, Any] = {key: taken.pop(key) for key in list(taken) if key in DATASET_KEYS}
         tables.append(table | {"subsets": [taken]})
     head = [f"# Made by tools/migrate_config.py from {path.name}.", *_comments(found.dataset_notes)]
@@ -134,11 +137,20 @@ def _save_datasets(found: Translated, save_to: Path, path: Path, overwrite: bool
 def _save_training(translation: Translation, save_to: Path, source: str, overwrite: bool) -> None:
     if save_to.suffix != ".toml":
         raise UserError(f"--save_to {save_to}: the configuration is TOML; give it a name that ends in .toml")
-    config = _without_refused_args(translation, validated(translation.values, translation.origins))
-    try:
-        check_optimizer(config.optimizer)
-    except UserError as error:
-        translation.note("optimizer_type", "note", f"a run would stop: {str(error).removeprefix('optimizer_type: ')}")
+    notes: list[Note] = []
+    config = _without_refused_args(translation, validated(translation.values, translation.origins, notes))
+    translation.notes += notes
+    guided, listed = MODEL_TYPES[config.model.model_type].takes_guidance, config.sampling.sample_prompts
+    prompts = listed if isinstance(listed, list) else None  # a file is not looked into
+    for check in (
+        lambda: check_optimizer(config.optimizer),
+        lambda: check_steering(read_prompts(prompts, 0, 1), guided, SamplePrompt("").guidance),
+    ):
+        try:
+            check()
+        except UserError as error:
+            key, _, text = str(error).partition(": ")
+            translation.note(key, "note", f"a run would stop: {text}")
     _check_new(save_to, overwrite)
     write_text(save_to, training_toml(translation, config, source))
 
@@ -198,7 +210,7 @@ def _without_refused_args(translation: Translation, config: TrainConfig) -> Trai
     if taken == config.network.network_args:
         return config
     translation.values["network_args"] = taken
-    return validated(translation.values, translation.origins)
+    return validated(translation.values, translation.origins, [])
 
 
 def table(notes: Sequence[Note]) -> str:

@@ -218,15 +218,20 @@ def _lines_of(text: str) -> dict[str, int]:
     return keys
 
 
-def validated(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:
+def validated(values: dict[str, Any], origins: dict[str, str], notes: list[Note] | None = None) -> TrainConfig:
     """Sort ``values`` into sections and validate them.
+
+    With ``notes`` options that exclude each other are not refused but added there, with what has no effect.
 
     Raises:
         UserError: a line for every value that does not fit, and for options that exclude each other.
     """
-    config, problems, _ = _validate(values, origins, (), LORA)
-    if config is None or problems:
+    config, problems, others = _validate(values, origins, (), LORA)
+    if config is None or (problems and notes is None):
         raise UserError(*problems)
+    if notes is not None:
+        stops = [line.partition(": ") for line in problems]
+        notes += [*others, *(Note(key, "note", f"a run would stop: {text}") for key, _, text in stops)]
     return config
 
 

@@ -13,10 +13,14 @@ import yaml
 from PIL import Image
 
 from library.config import load_config
+from library.config.programs.translate import _meaning
+from library.config.schema import DatasetArguments
 from library.config.scripts import LORA, fields
+from library.data.captions import caption_variants
 from library.data.config import DATASET_KEYS, SUBSET_KEYS, load_dataset_config
 from library.errors import UserError
 from library.files import find_program, read_toml
+from library.training.sampling.prompts import SamplePrompt, read_prompts
 from tests.runs import call, printed, refusal
 from tools import check_dataset, migrate_config
 from tools.migrate_config import migrate_foreign
@@ -233,7 +237,9 @@ def test_every_key_is_in_the_result_or_in_a_line(here: Path, program: str, seed:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_tables_name_keys_that_are_there(program: str) -> None:
     tables = read_toml(FOLDER / f"{program.lower()}.toml")[0]
-    columns = {"to", "text", "values", "but", "add", "option", "when", "off", "why", "default", "like"}
+    columns = {"to", "text", "values", "but", "add", "option", "when", "off", "why", "default", "like", "area"}
+    parts = [(key, "dataset" if key.startswith(tables["datasets"]) else "training") for key in tables["entry"]]
+    assert all(key.removeprefix(f"{tables['datasets']}.*.") in tables[part] for key, part in parts)
     for part, known in (("training", fields(LORA).keys()), ("dataset", DATASET_KEYS | SUBSET_KEYS)):
         rows = {key: row for key, row in tables[part].items() if key != "without"}
         for key, row in rows.items():
@@ -253,10 +259,14 @@ def test_the_tables_name_keys_that_are_there(program: str) -> None:
     ("text", "said"),
     [
         ("job: [\nprocess:\n  training_folder: x", "in.yaml: cannot be read"),
-        ("a: &a [1]\ntraining_folder: *a", "in.yaml: refers to parts of itself"),
+        ("a: &a [1]\ntraining_folder: *a", "in.yaml: cannot be read (refers to parts of itself"),
         ("training_folder: x\nmodel: {arch: wan21}", "in.yaml: names no model family of this version; model.arch: not"),
         ("training_folder: " + "[" * 3000, "in.yaml: cannot be read"),
         ("folder_path: 2026-13-45", "in.yaml: cannot be read"),
+        ("training_folder: x\nsave: {a: 1}\nsave: {b: 2}", "in.yaml: cannot be read ('save' stands there twice"),
+        ('{"model_family": "x", "seed": 8, "seed": 4}', "in.yaml: not valid JSON ('seed' stands there twice"),
+        ('{"model_family": "x", "--seed": 8, "seed": 4}', "in.yaml: 'seed' stands there twice"),
+        ("training_folder: x\nconfig.process.0.device: a\ndevice: b", "in.yaml: 'device' stands there twice"),
     ],
 )
 def test_files_that_mean_nothing_are_refused_in_a_line(here: Path, text: str, said: str) -> None:
@@ -269,7 +279,9 @@ def test_a_file_of_datasets_alone_becomes_a_dataset_toml(here: Path) -> None:
     answer = printed(migrate_config, "--save_to", "data.toml", "multidatabackend.json")
     assert leaves({"data_backends": BACKENDS}) <= {line.split()[0] for line in answer.splitlines() if line}
     (table,) = toml.load("data.toml")["datasets"]
-    assert table["subsets"] == [{"image_dir": "images", "caption_extension": ".txt", "num_repeats": 2}]
+    assert table["subsets"] == [
+        {"image_dir": "images", "caption_extension": ".txt", "enable_wildcard": True, "num_repeats": 2}
+    ]
     assert (table["resolution"], table["enable_bucket"]) == (64, True)
 
 
@@ -285,7 +297,131 @@ def test_of_two_keys_with_one_meaning_the_other_is_said(here: Path) -> None:
     assert notes["sample.prompts"].outcome == "left out"
     config = load_config(["--config_file", "my.toml"])
     assert (config.network.network_dim, config.optimizer.learning_rate) == (8, 1e-3)
-    assert config.sampling.sample_prompts == ["another --w 1024 --h 1024 --d 42 --g 4 --s 20 --w 64"]
+    assert config.sampling.sample_prompts == ["another --w 64 --h 1024 --d 42 --g 4 --s 20"]
+
+
+def notes_of(data: Any, program: str, folder: Path) -> dict[str, Any]:
+    path = write(data, program, folder)
+    return {note.key: note for note in migrate_foreign(program, path.read_text(), path, folder / "my.toml", True)}
+
+
+# an entry, and of each key that decides what it is the values with which its images are trained on as usual
+DECIDING: dict[str, tuple[dict[str, str], dict[str, list[Any]]]] = {
+    "OneTrainer": ({"path": "images"}, {"enabled": [True], "type": ["STANDARD"], "validation_concept": [False]}),
+    "SimpleTuner": ({"instance_data_dir": "images"}, {"type": ["local"], "dataset_type": ["image"], "disabled": [False],
+        "disable": [False], "is_regularisation_data": [False]}),
+    "ai-toolkit": ({"folder_path": "images"}, {"type": ["image", "sd"], "is_reg": [False], "prior_reg": [False]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "key"), [(program, key) for program, (_, keys) in DECIDING.items() for key in keys]
+)
+def test_images_that_are_not_trained_on_there_are_not_trained_on_here(here: Path, program: str, key: str) -> None:
+    entry, usual = DECIDING[program]
+    whole = {"OneTrainer": one_trainer("QWEN"), "SimpleTuner": simple_tuner("flux"), "ai-toolkit": ai_toolkit({})}
+    for value in [True, False, "VALIDATION", "PRIOR_PREDICTION", "video", "text_embeds", "aws", 7, *usual[key]]:
+        data: Any = [entry | {key: value}, entry]
+        if program == "ai-toolkit":
+            data = ai_toolkit({"arch": "flux"})
+            data["config"]["process"][0]["datasets"] = [entry | {key: value}, entry]
+        elif program == "OneTrainer":
+            data = whole[program] | {"concepts": data}
+        else:
+            data = whole[program] | {"data_backends": data}
+        notes = notes_of(data, program, here)
+        tables = toml.load("my_dataset.toml")["datasets"]
+        subsets = [table["subsets"][0] for table in tables]
+        trained = [one for one in subsets if not one.get("is_reg") and one.get("validation_split") != 1.0]
+        assert len(trained) == (2 if value in usual[key] and type(value) is type(usual[key][0]) else 1), value
+        where = {"OneTrainer": "concepts", "SimpleTuner": "data_backends", "ai-toolkit": "datasets"}[program]
+        assert (len(tables) == 1) == (notes[f"{where}.0.{key}"].outcome == "refused")
+        assert "model_type" in toml.load("my.toml")["model"]  # a key of that name outside is another
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_switch_that_is_on_there_is_not_turned_off_in_silence(here: Path, program: str) -> None:
+    tables = read_toml(FOLDER / f"{program.lower()}.toml")[0]
+    rows = {key: row for key, row in tables["training"].items() if key != "without"}
+    rows |= {key: group for group in tables["training"]["without"] for key in group["keys"].split()}
+    on = [key for key, row in rows.items() if row.get("off") in ([True], [1.0]) and "when" not in row]
+    assert len(on) > 4
+    for key in on:
+        value = rows[key]["off"][0]
+        assert _meaning(rows[key], type(value)(0), {})[0] == "refused", key
+        assert _meaning(rows[key], value, {})[0] == "accepted", key
+        assert _meaning(rows[key], int(value) if value is not True else "True", {})[0] == "accepted", key
+
+
+def test_of_captions_those_lines_are_trained_on_that_the_program_takes(here: Path) -> None:
+    """dataloader_mixins.py of ai-toolkit, SelectRandomText.py of mgds, multiaspect/sampler.py of SimpleTuner."""
+    lines = {}
+    for name, data in {
+        "ai-toolkit": ai_toolkit({"arch": "flux"}), "OneTrainer": one_trainer("QWEN"), "SimpleTuner": BACKENDS,
+        "SimpleTuner split": [BACKENDS[0] | {"disable_multiline_split": True}],
+    }.items():  # fmt: skip
+        call(migrate_config, "--overwrite", "--save_to", "my.toml", str(write(data, name.split()[0], here)))
+        file = "my.toml" if isinstance(data, list) else "my_dataset.toml"
+        config = DatasetArguments(dataset_config=str(here / file), dataset_args=["resolution=64"])
+        subset = load_dataset_config(here / file, config).datasets[0].subsets[0]
+        lines[name] = set(caption_variants("one\ntwo", subset.settings, 40))
+    both, drawn = {"one\ntwo"}, {"one", "two"}
+    assert lines == {"ai-toolkit": both, "OneTrainer": drawn, "SimpleTuner": drawn, "SimpleTuner split": both}
+
+
+def test_prompts_keep_their_own_options_under_our_names(here: Path) -> None:
+    data = ai_toolkit({"arch": "qwen_image_edit"})
+    own = "make it blue --ctrl_img images/a.png --w 512 --cfg 3 --seed 7 --steps 9 --n dull"
+    data["config"]["process"][0]["sample"] = {"width": 1024, "guidance_scale": 4, "prompts": [own, "as it is --p2 x"]}
+    notes = notes_of(data, "ai-toolkit", here)
+    first, second = load_config(["--config_file", "my.toml"]).sampling.sample_prompts
+    asked = read_prompts([first], 0, 16)[0]
+    assert (asked.width, asked.cfg, asked.seed, asked.steps, asked.negative) == (512, 3.0, 7, 9, "dull")
+    assert (asked.height, asked.guidance, asked.control_images) == (512, SamplePrompt("").guidance, ("images/a.png",))
+    assert "--l 4" in second
+    assert notes["sample_prompts, prompt 2"].text.startswith("a run would stop: unknown option --p2")
+    sizes = simple_tuner("flux", validation_resolution="1024x768, 512")
+    notes_of(sizes, "SimpleTuner", here)
+    read = read_prompts(load_config(["--config_file", "my.toml"]).sampling.sample_prompts, 0, 16)
+    assert [(one.width, one.height) for one in read] == [(1024, 768), (512, 512)]
+    samples = [{"prompt": "off", "enabled": False, "width": 64}, {"prompt": "on", "enabled": True, "width": 128}]
+    notes = notes_of(one_trainer("FLUX_DEV_1", samples=samples), "OneTrainer", here)
+    assert load_config(["--config_file", "my.toml"]).sampling.sample_prompts == ["on --w 128"]
+    assert {notes[f"samples.0.{key}"].outcome for key in samples[0]} == {"refused"}
+
+
+@pytest.mark.parametrize(
+    ("given", "side"),
+    [
+        ({"resolution": 1.0, "resolution_type": "area"}, 1024),
+        ({"resolution": 0.5, "resolution_type": "area"}, 704),
+        ({"resolution": "0.25", "resolution_type": "area"}, 512),
+        ({"resolution": 768, "resolution_type": "pixel_area"}, 768),
+        ({"resolution": 768, "resolution_type": "pixel"}, 768),
+        ({}, 512),  # the training's own: megapixels too
+    ],
+)
+def test_an_area_in_megapixels_becomes_the_side_of_its_square(here: Path, given: dict[str, Any], side: int) -> None:
+    """multiaspect/image.py: int(sqrt(megapixels * 1e6)), to the nearest multiple of 64."""
+    entry = {"instance_data_dir": "images", "caption_strategy": "textfile"} | given
+    data = simple_tuner("flux", resolution=0.25, resolution_type="area", data_backends=[entry])
+    notes = notes_of(data, "SimpleTuner", here)
+    assert toml.load("my_dataset.toml")["datasets"][0]["resolution"] == side
+    assert "resolution=512" in load_config(["--config_file", "my.toml"]).dataset.dataset_args
+    assert ("shorter side" in notes.get("data_backends.0.resolution", notes["resolution"]).text) == (
+        "pixel" in given.values()
+    )
+
+
+def test_what_a_run_refuses_is_said_and_the_rest_is_written(here: Path) -> None:
+    concept = {"path": "images", "balancing": 2.5, "text": {"prompt_source": "filename"}}
+    data = one_trainer("QWEN", optimizer={"optimizer": "PRODIGY"}, learning_rate=3e-4, concepts=[concept])
+    notes = notes_of(data, "OneTrainer", here)
+    assert any(note.text.startswith("a run would stop: ") and "Prodigy" in note.text for note in notes.values())
+    assert toml.load("my.toml")["optimizer"]["learning_rate"] == 3e-4
+    assert notes["concepts.0.num_repeats"].text == "not taken: 2.5 does not fit; it is 1"
+    assert "set class_tokens" in notes["concepts.0.text.prompt_source"].text
+    assert "concepts.0.num_repeats: 2.5 does not fit" in (here / "my_dataset.toml").read_text()
 
 
 def test_what_is_nobodys_configuration_is_not_given_a_name() -> None:

@@ -7,24 +7,29 @@ with ``*`` for an item of a list and ``key@value`` where ``value`` is that of th
     to       the key here; of a list, such as dataset_args, the value becomes an item
     text     how the value is written there, "resolutions={}"
     values   value there -> value here, or a table of several keys here; others are not taken
-    but      value there -> what is different with it
+    but      value there, or "*" for any -> what is different with it
     add      added to a number
+    area     a number of megapixels becomes the side of their square, in multiples of this
     option   what is written after the sample prompts, "--w {}"
     when     another key, and its values with which this one has an effect
-    off      values that ask for nothing, or for what always happens here
+    off      values that ask for nothing, or for what always happens here; without it 0 and false ask for nothing
     why      why it is not taken, or what to do instead
 
 and ``without`` are groups of keys that have no counterpart. What no row translates gets a line: nothing is dropped.
+Beside the rows, ``entry`` are keys that decide what the table they stand in is: with a refused value all of it is left
+out. ``inherits`` are keys that hold for datasets that lack them, ``always`` is what holds for each dataset, ``flags``
+what options within prompts are called here.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -32,8 +37,9 @@ import yaml
 
 from library.config.kohya.translation import Note, Outcome
 from library.config.markers import is_nothing
+from library.config.model_types import MODEL_TYPES
 from library.errors import UserError
-from library.files import read_text, read_toml
+from library.files import keys_once, parse_json, read_text, read_toml
 
 _MOST = 20_000  # keys of a file; the longest published have a few hundred
 _LISTS = ("dataset_args", "optimizer_args", "network_args")
@@ -41,11 +47,11 @@ _LISTS = ("dataset_args", "optimizer_args", "network_args")
 
 @dataclass(frozen=True)
 class Translated:
-    """A configuration in Tandem's keys: of training, None for a file of datasets alone, and of each dataset."""
+    """A configuration in Tandem's keys: training, None for a file of datasets alone, and datasets by their paths."""
 
     training: dict[str, Any] | None
     notes: list[Note]
-    datasets: list[dict[str, Any]]
+    datasets: dict[str, dict[str, Any]]
     dataset_notes: list[Note]
 
 
@@ -58,10 +64,10 @@ def translate_foreign(program: str, text: str, path: Path) -> Translated:
     tables = read_toml(Path(__file__).with_name(f"{program.lower()}.toml"))[0] | {"program": program}
     listed, file, data = tables["datasets"], tables.get("dataset_file", ""), _parsed(text, path)
     given = _leaves(data, path, listed if isinstance(data, list) else "", tables.get("root", ""))
-    found = Translated(None if isinstance(data, list) else {}, [], [], [])
+    found = Translated(None if isinstance(data, list) else {}, [], {}, [])
     named = str(given.get(file) or "")
     for place in (Path(named), path.parent / named, path.parent / PureWindowsPath(named).name):
-        if file in given and place.is_file():
+        if file in given and place.is_file() and not any(key.startswith(f"{listed}.") for key in given):
             given |= _leaves(_parsed(read_text(place), place), place, listed)
             found.notes.append(Note(file, "accepted", f"{place} is translated too"))
             del given[file]
@@ -74,29 +80,33 @@ def translate_foreign(program: str, text: str, path: Path) -> Translated:
         items[number][inner] = given.pop(key)
     if found.training is not None:
         found.training.update(_translate_keys(tables, "training", given, found.notes))
+    tables["outer"] = {key: given[key] for key in tables.get("inherits", ()) if key in given}
     for number, item in items.items():
-        where = f"{listed}.{number}."
-        off = [
-            f"{key} = {_word(item[key])}"
-            for key, on in tables.get("images", {}).items()
-            if item.get(key, on[0]) not in on
-        ]
-        if off:
-            found.dataset_notes.extend(Note(where + key, "refused", f"not taken: {off[0]}") for key in item)
-        else:
-            found.datasets.append(_translate_keys(tables, "dataset", item, found.dataset_notes, where))
+        where, always = f"{listed}.{number}.", tables.get("always", {})
+        if values := _translate_keys(tables, "dataset", item, found.dataset_notes, where):
+            found.dataset_notes.extend(Note(where + key, "default", f"as always in {program}") for key in always)
+            found.datasets[where] = always | values
     return found
 
 
 def _parsed(text: str, path: Path) -> Any:
+    if text.lstrip()[:1] in ("{", "["):
+        return parse_json(text, str(path))
     try:
-        if text.lstrip()[:1] in ("{", "["):
-            return json.loads(text)
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise UserError(f"{path}: refers to parts of itself (*name); write them out")
-        return yaml.safe_load(text)
+            raise ValueError("refers to parts of itself by *name; write them out")
+        return yaml.load(text, _OnceEach)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); correct it") from None
+
+
+class _OnceEach(yaml.SafeLoader):
+    """Reads YAML, and refuses a key that stands twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping."""
+        keys_once([(str(key.value), None) for key, _ in node.value])
+        return super().construct_mapping(node, deep)
 
 
 def _leaves(data: Any, path: Path, below: str = "", root: str = "") -> dict[str, Any]:
@@ -113,31 +123,54 @@ def _leaves(data: Any, path: Path, below: str = "", root: str = "") -> dict[str,
     found = list(islice(walk(data, below), _MOST + 1))
     if len(found) > _MOST:
         raise UserError(f"{path}: has more than {_MOST} keys; give a program's configuration")
-    return {key.removeprefix(root): value for key, value in found}
+    try:
+        return keys_once([(key.removeprefix(root), value) for key, value in found])
+    except ValueError as error:  # --rank and rank, a.b and b within a
+        raise UserError(f"{path}: {error}") from None
+
+
+def _left_out(entry: Sequence[str], rows: Mapping[str, Any], given: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Return key -> why of what stands in tables in which a key that decides what they are is refused."""
+    found: dict[str, str] = {}
+    for key in [key for key in given if _general(where + key) in entry]:
+        outcome, text, _ = _meaning(rows[_general(key)], given[key], given)
+        if outcome == "refused":
+            inside = [other for other in given if other.startswith(key[: key.rfind(".") + 1])]
+            found |= dict.fromkeys(inside, f"not taken: {key} = {_word(given[key])}") | {key: text}
+    return found
 
 
 def _translate_keys(
     tables: Mapping[str, Any], part: str, given: Mapping[str, Any], notes: list[Note], where: str = ""
 ) -> dict[str, Any]:
-    """Return ``given`` in Tandem's keys; add a note on each key, which messages call ``where`` and its path."""
+    """Return ``given`` in Tandem's keys, none of a dataset that is left out; add a note on each key.
+
+    Messages call a key ``where`` and its path. ``tables`` has in ``outer`` what holds where ``given`` lacks it.
+    """
     rows: dict[str, Any] = dict(tables[part])
     for group in rows.pop("without", ()):
         rows |= dict.fromkeys(group["keys"].split(), group)
+    gone, outer = _left_out(tables["entry"], rows, given, where), tables.get("outer", {})
+    notes.extend(Note(where + key, "refused", why) for key, why in gone.items())
+    given = {key: value for key, value in given.items() if key not in gone}
+    if where and not given:
+        return {}
     values: dict[str, Any] = {}
     prompts: dict[str, str] = {}
-    options: dict[str, list[str]] = defaultdict(list)  # of a prompt's number; "": of all
+    options: dict[str, list[list[str]]] = defaultdict(list)  # of a prompt's number; "": of all; each what it may be
     sources: dict[str, str] = {}
     by, order = tables.get("by", {}), list(rows)  # of two keys with one meaning the later row counts
-    both = {key: row["default"] for key, row in rows.items() if "default" in row} | dict(given)
+    both = {key: row["default"] for key, row in rows.items() if "default" in row} | outer | given
     both |= {key: both[row["like"]] for key, row in rows.items() if "like" in row and key not in given}
     for key in sorted(both, key=lambda key: (key in given, order.index(key) if key in rows else len(order))):
-        general, number = re.sub(r"\.\d+(?=\.|$)", ".*", key), "".join(re.findall(r"\.(\d+)(?=\.|$)", key)[:1])
+        general, number = _general(key), "".join(re.findall(r"\.(\d+)(?=\.|$)", key)[:1])
         row = rows.get(f"{general}@{_word(both.get(by.get(key)))}") or rows.get(general) or {}
         outcome, text, meant = _meaning(row, both[key], both)
         if outcome == "refused" and key in by.values():
             outcome, text = "accepted", f"says how {next(one for one in by if by[one] == key)} is meant"
         if "option" in row and outcome == "renamed":
-            options[number].append(_formatted(row["option"], both[key]))
+            several = str(both[key]).split(",") if "{1}" in row["option"] else [both[key]]
+            options[number].append([_formatted(row["option"], one) for one in several])
         for to, one in meant.items():
             several = one if isinstance(one, list) else [one]
             if to == "sample_prompts":
@@ -155,40 +188,58 @@ def _translate_keys(
         if key in given:
             notes.append(Note(where + key, outcome, text, to="" if where else next(iter(meant), "")))
         else:
-            source = f"{key} is unset, so {_word(both[key])}, the default of {tables['program']}"
+            whose = "as outside the dataset" if key in outer else f"the default of {tables['program']}"
+            source = f"{key} is unset, so {_word(both[key])}, {whose}"
             notes.extend(Note(where + to, "default", source) for to in meant)
+            if outcome == "refused":
+                notes.append(Note(where + key, outcome, f"{text} ({source})"))
     if prompts:
-        values["sample_prompts"] = [" ".join([prompt, *options[""], *options[n]]) for n, prompt in prompts.items()]
+        kind = MODEL_TYPES.get(str(values.get("model_type")))
+        guidance, flags = "--g " if kind is None or kind.takes_guidance else "--l ", tables.get("flags", {})
+        lines = [_prompt_lines(prompt, options[""] + options[n], flags, guidance) for n, prompt in prompts.items()]
+        values["sample_prompts"] = [line for several in lines for line in several]
     return values
+
+
+def _prompt_lines(prompt: str, options: list[list[str]], flags: Mapping[str, str], guidance: str) -> list[str]:
+    """Return a prompt with its options, a line for each choice of them; the prompt's own count before the others."""
+    text, *own = re.split(r"\s--(\w+)\s+", f"{prompt} ") if flags else [prompt]
+    written = [f"--{flags.get(name, name)} {value.strip()}" for name, value in zip(own[::2], own[1::2], strict=True)]
+    lines = []
+    for chosen in product(*options):
+        each = {one if one.startswith("--ci ") else one.split()[0]: one for one in [*chosen, *written]}
+        lines.append(" ".join([text.strip(), *(re.sub("^--g ", guidance, one) for one in each.values())]))
+    return lines
 
 
 def _meaning(row: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> tuple[Outcome, str, dict[str, Any]]:
     """Return what becomes of a value, what to say of it, and the keys and values that it means here."""
     values: Any = row.get("values")
-    word, to = _word(value), row.get("to", "")
+    word, to, but = _word(value), row.get("to", ""), row.get("but", {})
     for key, wanted in row.get("when", {}).items():
         if _word(given.get(key)) not in map(_word, wanted):
             return "left out", f"has no effect there without {key} = {' or '.join(map(_word, wanted))}", {}
     if word in map(_word, row.get("off", ())):
         return "accepted", "asks for what happens here", {}
-    if values is None and (value in (None, "", []) or (is_nothing(value) and not to)):
+    if values is None and (value in (None, "", []) or (is_nothing(value) and not to and "off" not in row)):
         return "left out", "asks for nothing", {}
     if "option" in row:
         return "renamed", "stands after the sample prompts", {}
     if values is not None and word not in values:
-        return "refused", f"not taken: {word} is not in this version, but {', '.join(values)}", {}
+        follows = f"; {row['why']}" if "why" in row else ""
+        return "refused", f"not taken: {word} is not in this version, but {', '.join(values)}{follows}", {}
     if values is None and not to:
         return "refused", f"not taken: {row.get('why', 'it has no counterpart here')}", {}
     value = values[word] if values else value
-    if "add" in row:
-        try:
-            value = float(value) + row["add"]
-        except (TypeError, ValueError):
-            return "refused", f"not taken: {value!r} is no number", {}
+    try:
+        value = float(value) + row["add"] if "add" in row else value
+        value = round(math.sqrt(float(value) * 1e6) / row["area"]) * row["area"] if "area" in row else value
+    except (TypeError, ValueError, OverflowError):
+        return "refused", f"not taken: {value!r} is no number", {}
     value = _formatted(row["text"], value) if "text" in row else value
     meant: dict[str, Any] = value if isinstance(value, dict) else {to: value}
     text = f"becomes {', '.join(f'{key} = {one}' for key, one in meant.items())}" if meant else "is what happens here"
-    return "renamed" if meant else "accepted", text + row.get("but", {}).get(word, ""), meant
+    return "renamed" if meant else "accepted", text + but.get(word, but.get("*", "")), meant
 
 
 def _formatted(text: str, value: Any) -> str:
@@ -197,4 +248,8 @@ def _formatted(text: str, value: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    return str(value).lower()
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value).lower()
+
+
+def _general(key: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", key)
