@@ -222,10 +222,17 @@ def one_line(error: UserError | NotRestoredError) -> str:
 @contextmanager
 def _lasting_streams() -> Iterator[None]:
     """Inside the block what is printed is printable and its stream lasting."""
+    for number in range(3):  # what the shell closed (">&-"): a file that is opened next is not to take its place
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
     for stream in (sys.stdout, sys.stderr):  # a pipe on Windows has an encoding of few letters
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    output, complaints = PrintableStream(sys.stdout), LastingStream(sys.stderr)
+    streams = [stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr)]  # noqa: SIM115  # None if closed
+    output, complaints = PrintableStream(streams[0]), LastingStream(streams[1])
     with redirect_stdout(cast(TextIO, output)), redirect_stderr(cast(TextIO, complaints)):
         try:
             yield

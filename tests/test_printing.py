@@ -165,6 +165,22 @@ def test_any_other_error_of_the_system_keeps_its_traceback() -> None:
         exit_on_user_error(connect)()
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_takes_what_is_printed_and_no_file_takes_its_place(closed: str, tmp_path: Path) -> None:
+    """As of pythonw, or of a service that closes them."""
+    script = "import os, pathlib, sys; from library.errors import UserError, exit_on_user_error\n"
+    script += "def main():\n file = open('out', 'w'); print('said', flush=True)\n"
+    script += " print('told', file=sys.stderr, flush=True)\n"
+    script += " os.write(1, b'x'); os.write(2, b'x'); file.write(str(file.fileno() > 2)); file.close()\n"
+    script += " if len(sys.argv) > 1: raise UserError('wrong')\nexit_on_user_error(main)()\n"
+    for more, code in (("", 0), (" x", 2)):
+        command = f'cd {tmp_path} && PYTHONPATH={ROOT} exec "$0" -c "$1"{more} {closed}'
+        done = subprocess.run(
+            ["sh", "-c", command, sys.executable, script], capture_output=True, text=True, timeout=100
+        )
+        assert (done.returncode, (tmp_path / "out").read_text()) == (code, "True"), done
+
+
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
