@@ -168,6 +168,7 @@ class Subset:
     control_dir: Path | None = None
     inpaint_mask_dir: Path | None = None
     inpainting: InpaintMasks | None = None  # of a fill model
+    only: frozenset[str] | None = None  # the images of the folder that are meant; None: all
 
     @property
     def companion_dirs(self) -> list[Path]:

@@ -81,13 +81,13 @@ def build_dataset(
         latent_factor: pixels per latent (8 for FLUX).
         prior_loss_weight: loss weight of regularisation images.
         preservation: which samples the frozen model's answers are the targets of.
-        painted: folders of pictures that the base has painted.
+        painted: pictures that the base has painted.
 
     Raises:
         UserError: anything wrong with the files; ``preserve_class`` has no trigger word to replace.
     """
     painted = painted or Painted()
-    if painted.regularisation is not None:
+    if painted.regularisation:
         added = painted_subset(painted.regularisation, is_reg=True)
         with_it = (replace(each, subsets=(*each.subsets, added)) for each in config.datasets)
         config = replace(config, datasets=tuple(with_it))
@@ -97,7 +97,7 @@ def build_dataset(
     if captions is None and (inert := next(classes, None)):
         found.warnings.append(f'{inert.where}: no effect without preserve = "prior": preserve_class')
     data = TrainingData(config, found, seed, pixel_multiple, latent_factor, captions)
-    if painted.general is not None:
+    if painted.general:
         first = config.datasets[0]
         alone = replace(first, subsets=(painted_subset(painted.general),))
         data.measure_on(scan(replace(config, datasets=(alone,)), seed, pixel_multiple))
@@ -118,22 +118,23 @@ def check_masks(data: TrainingData, masked_loss: bool) -> None:
 
 @dataclass(frozen=True)
 class Painted:
-    """Folders of pictures that the base has painted (``library.training.sampling.painting``).
+    """Pictures that the base has painted, each kind in a folder of its own (``library.training.sampling.painting``).
 
     Attributes:
         regularisation: to train on beside the dataset.
         general: to measure by what changes elsewhere.
     """
 
-    regularisation: Path | None = None
-    general: Path | None = None
+    regularisation: Sequence[Path] = ()
+    general: Sequence[Path] = ()
 
 
-def painted_subset(folder: Path, is_reg: bool = False) -> Subset:
-    """Return a folder of painted pictures as a subset."""
+def painted_subset(pictures: Sequence[Path], is_reg: bool = False) -> Subset:
+    """Return painted pictures as a subset: what else lies in their folder is not of it."""
+    folder, only = pictures[0].parent, frozenset(path.name for path in pictures)
     settings = SubsetSettings(image_dir=str(folder), caption_extension=".txt", multiline_captions=True, is_reg=is_reg)
     # known by the folder's name, which says what they are: samples are the same wherever the cache lies
-    return Subset(f"painted pictures in {folder}", settings, f"painted/{folder.name}", folder, None, None)
+    return Subset(f"painted pictures in {folder}", settings, f"painted/{folder.name}", folder, None, None, only=only)
 
 
 def _preserving(

@@ -226,6 +226,10 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
     recursive, dangling = subset.settings.recursive, list[str]()
     besides = [path for path in (*subset.companion_dirs, index.folder) if path != folder]
     files = list_folder(folder, recursive, besides, dangling)
+    if subset.only is not None:
+        if strange := [name for name in files if is_image(name) and name not in subset.only]:
+            warnings.append(f"{subset.where}: left out, as the base has not painted them: {names_in_short(strange)}")
+        files = {name: stats for name, stats in files.items() if stem(name) in map(stem, subset.only)}
     names = [name for name in files if is_image(name)]
     inside = [] if recursive else list(filter(is_image, files_inside(folder, besides)))
     if not names:

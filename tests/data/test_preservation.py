@@ -127,19 +127,22 @@ def test_painted_images_are_regularisation_images_of_every_resolution_and_measur
     tmp_path: Path,
 ) -> None:
     folder_of(tmp_path / "img", 9, "a zorbo")
-    kept = folder_of(tmp_path / "kept", 3, "a house")
+    kept = folder_of(tmp_path / "kept", 4, "a house")
     general = folder_of(tmp_path / "general", 2, "a tree")
     toml = write_toml(tmp_path)
     toml.write_text(
         toml.read_text() + "[[datasets]]\nresolution = 32\n[[datasets.subsets]]\nimage_dir = 'img'\nnum_repeats = 2\n"
     )
-    data = build(toml, Painted(kept, general), preserve_share=0.25)
+    *pictures, stranger = sorted(kept.glob("*.png"))
+    data = build(toml, Painted(pictures, sorted(general.glob("*.png"))), preserve_share=0.25)
+    (said,) = [line for line in data.describe() if "has not painted" in line]
+    assert said.endswith(f"painted pictures in {kept}: left out, as the base has not painted them: {stranger.name}")
     found = seen(data)
     assert found == {("a zorbo", False): 27 * EPOCHS, ("a house", True): (3 + 6) * EPOCHS}
     assert data.general is not None
     assert [sample.caption for sample in data.general.samples] == ["a tree", "a tree"]
     assert "a tree" in data.captions()
-    assert ", 0 images held out, " in data.describe()[-1]  # of the dataset
+    assert ", 0 images held out, " in " ".join(data.describe())  # of the dataset
 
 
 def test_a_class_without_a_trigger_word_ends_in_a_line(tmp_path: Path) -> None:

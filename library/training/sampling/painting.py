@@ -143,7 +143,7 @@ def paint(
     accelerator: Accelerator,
     console: Console,
 ) -> Painted:
-    """Paint what is missing of ``sets``, each process its share; return the folders.
+    """Paint what is missing of ``sets``, each process its share; return the pictures.
 
     The model is loaded for it and freed again, its encoders before it.
 
@@ -177,8 +177,8 @@ def paint(
                     advance(1)
             encoders[0].release()
             release()
-    folders = {key: each.folder for key, each in sets.items()}
-    return Painted(folders.get("preserve_prompts"), folders.get("general_prompts"))
+    pictures = {key: each.paths for key, each in sets.items()}
+    return Painted(pictures.get("preserve_prompts", ()), pictures.get("general_prompts", ()))
 
 
 def passes_of(prompts: Iterable[SamplePrompt]) -> int:
