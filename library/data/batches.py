@@ -46,7 +46,7 @@ from library.data.cache import (
 )
 from library.data.captions import can_drop, caption_variants, choose_caption, has_word, plain_caption, replace_word
 from library.data.samples import Sample
-from library.errors import UserError
+from library.errors import UserError, reason_of
 from library.randomness import generator, python_random
 
 
@@ -370,8 +370,21 @@ class RaisingLoader:
 
 
 def collate_or_error(items: list[Item] | UserError) -> Batch | UserError:
-    """Return :func:`collate`'s batch, or the error of reading its items."""
-    return items if isinstance(items, UserError) else collate(items)
+    """Return :func:`collate`'s batch, or the error of reading its items.
+
+    A worker puts it into shared memory here. Where that is full the thread that sends a batch would lose it: the
+    trainer would wait for ever.
+    """
+    if isinstance(items, UserError):
+        return items
+    batch = collate(items)
+    if get_worker_info() is not None:
+        try:
+            batch.map_tensors(Tensor.share_memory_)
+        except (RuntimeError, OSError) as error:
+            remedy = "give it more (in Docker: --shm-size=2g), or set max_data_loader_n_workers = 0"
+            return UserError(f"a batch does not fit into shared memory ({reason_of(error)}); {remedy}")
+    return batch
 
 
 def collate(items: list[Item]) -> Batch:

@@ -482,13 +482,15 @@ def training_loader(
     sampler = data.batch_sampler(DataParallelRank.of(accelerator))
     workers, shared = arguments.max_data_loader_n_workers, Path("/dev/shm")
     if workers and shared.is_dir() and data.train.image_fingerprint is not None:  # cached, which a dry run has not
-        batch = collate([data.train[0, 0]]).tensors()
-        nbytes = sum(tensor.nbytes for tensor in batch) * max(data.train.batch_sizes.values())
+        train, nbytes = data.train, 0
+        for bucket in set(train.buckets):
+            first = collate([train[0, train.buckets.index(bucket)]]).tensors()
+            nbytes = max(nbytes, sum(tensor.nbytes for tensor in first) * train.batch_sizes[bucket])
         needed, free = 2 * (2 * workers + 2) * nbytes * accelerator.num_processes, shutil.disk_usage(shared).free
         if needed > free:
-            sizes = f"{free / 2**20:,.0f} MiB free, and {workers} workers need {needed / 2**20:,.0f}"
+            room = f"{free / 2**20:,.0f} MiB free, and {workers} workers need {needed / 2**20:,.0f}"
             remedy = "batches are loaded without workers (in Docker: --shm-size=2g)"
-            console.print(f"note: {shared} has {sizes}: {remedy}", soft_wrap=True)
+            console.print(f"note: {shared} has {room}: {remedy}", soft_wrap=True)
             workers = 0
     loader = DataLoader(
         data.train,

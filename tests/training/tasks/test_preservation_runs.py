@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -105,6 +106,11 @@ def test_small_shared_memory_is_told_and_nobody_waits_in_it(
     large = run(base, dataset, tmp_path / "large", **settings)
     assert "/dev/shm" not in capsys.readouterr().out
     assert [each.task.loader.loader.num_workers for each in (small, large)] == [0, 2]
+    # where others fill it meanwhile
+    fill = lambda number: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # noqa: E731
+    monkeypatch.setattr("library.training.tasks.image_lora.ignore_signals", fill)
+    with pytest.raises(UserError, match=r"does not fit into shared memory .*set max_data_loader_n_workers = 0"):
+        run(base, dataset, tmp_path / "filled", **settings)
 
 
 def test_the_velocity_on_prompts_without_the_trigger_stays_the_bases(
