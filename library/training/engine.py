@@ -67,8 +67,8 @@ class Engine:
         pipeline: None where one process has the whole model.
         graphs: of forward and backward (:meth:`capture_steps`); None where every step runs eagerly.
         is_whole: False only while :meth:`update` or :meth:`settle` runs, and after one of them failed half-way: then
-            weights, optimizer, average and schedule may be of different steps. And after other weights, shown for a
-            while, could not be taken back.
+            weights, optimizer, average and schedule may be of different steps. (An update that certainly wrote nothing
+            before it failed is taken back.) And after other weights, shown for a while, could not be taken back.
         needs_base: whether what is saved follows from the frozen weights too.
         is_settled: whether the host knows that the last step was finite.
         is_answer_pending: whether the answer on the last step is still on its way from a GPU.
@@ -87,6 +87,7 @@ class Engine:
         self.accelerator, self.seed = accelerator, seed
         self.is_whole = self.is_settled = True
         self.is_answer_pending = False
+        self._counts_writes = False  # whether torch counts what this optimizer writes to the weights
 
     def prepare(
         self,
@@ -205,7 +206,12 @@ class Engine:
         return loss * torch.ones_like(finite, dtype=loss.dtype).masked_fill(~finite, math.nan)
 
     def update(self, grad_norm: Tensor) -> None:
-        """Take the optimizer's step unless ``grad_norm`` is not finite; :meth:`settle` completes it, or drops it."""
+        """Take the optimizer's step unless ``grad_norm`` is not finite; :meth:`settle` completes it, or drops it.
+
+        If it fails before anything was written, all is as before it. That is certain where torch counts what is written
+        (``Tensor._version``), as an earlier step shows: some optimizers write past it, by ``.data`` or their own
+        kernels. Adam's fused kernel does so too, but counts the step before.
+        """
         assert self.is_settled, "settle the step before"
         optimizer: Any = unwrapped(self.optimizer)
         finite = self._is_finite(torch.as_tensor(grad_norm, device=self._device))
@@ -213,17 +219,28 @@ class Engine:
         self._groups_before_update = [
             {k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in optimizer.param_groups
         ]
+        weights, state = self._writes_counted(optimizer)
         self.is_whole = self.is_settled = False
-        if self.accelerator.scaler is not None:
-            self.optimizer.step()
-        elif self._skips_by_itself(optimizer):
-            optimizer.found_inf = (~finite).float()
-            try:
+        try:
+            if self.accelerator.scaler is not None:
                 self.optimizer.step()
-            finally:
-                del optimizer.found_inf
-        elif bool(finite):
-            self.optimizer.step()
+            elif self._skips_by_itself(optimizer):
+                optimizer.found_inf = (~finite).float()
+                try:
+                    self.optimizer.step()
+                finally:
+                    del optimizer.found_inf
+            elif bool(finite):
+                self.optimizer.step()
+        except BaseException:
+            is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+            if (is_adam or self._counts_writes) and self._writes_counted(optimizer) == (weights, state):
+                self._restore_groups()
+                self.is_whole = self.is_settled = True
+            raise
+        if not self._counts_writes:
+            trained = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+            self._counts_writes = all(self.parameters[i]._version > weights[i] for i in trained)
         if not self.accelerator.optimizer_step_was_skipped:  # by the loss scaler
             self.after_update(finite)
         self.optimizer.zero_grad()
@@ -239,6 +256,16 @@ class Engine:
         has_state = isinstance(optimizer, torch.optim.Adam) or bool(optimizer.state)
         is_plain = not isinstance(self.optimizer, ZeroOptimizer)
         return is_plain and has_state and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+    def _writes_counted(self, optimizer: Any) -> tuple[list[int], list[int]]:
+        """Return how often the weights were written to; of the optimizer's state the same, and which objects it is."""
+        kept = [value for state in optimizer.state.values() for value in state.values()]
+        state = [value._version for value in kept if isinstance(value, Tensor)]
+        return [parameter._version for parameter in self.parameters], [*state, *map(id, kept)]
+
+    def _restore_groups(self) -> None:
+        for group, before in zip(unwrapped(self.optimizer).param_groups, self._groups_before_update, strict=True):
+            group.update(before)
 
     def _is_finite(self, grad_norm: Tensor) -> Tensor:
         scaler, finite = self.accelerator.scaler, grad_norm.isfinite().all()
@@ -269,8 +296,7 @@ class Engine:
             if not self.accelerator.optimizer_step_was_skipped:
                 self.schedule.step()
         else:
-            for group, before in zip(unwrapped(self.optimizer).param_groups, self._groups_before_update, strict=True):
-                group.update(before)
+            self._restore_groups()
             drop_gradients(self.optimizer)  # of the step that has begun since
         self.is_whole = self.is_settled = True
         return finite

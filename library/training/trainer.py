@@ -74,12 +74,23 @@ class Trainer:
             if (saved := self._save_good_steps()) and not is_reported:
                 kept = f"what was learnt up to step {self.position.step} is in {saved}"
                 self.run.progress.note(f"{kept}: go on with --resume auto")
+            elif not is_reported and self.position.step > self.run.first_step:
+                self.run.progress.note(self._what_is_lost())
             if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):  # as torch says it
                 raise UserError(
                     f"a process that reads caches was ended from outside ({reason_of(error)}), most likely as memory "
                     "ran out; lower max_data_loader_n_workers"
                 ) from error
             raise
+
+    def _what_is_lost(self) -> str:
+        since, reason = self.run.state_saved_at or self.run.first_step, ""
+        if not has_whole_model(self.engine.accelerator):
+            reason = " (the weights are split among processes)"
+        elif not self.engine.is_whole:
+            reason = " (a change of the weights failed half-way)"
+        remedy = "go on from there with --resume auto" if since else "start again"
+        return f"warning: what was learnt after step {since} could not be saved{reason}; {remedy}"
 
     def train(self) -> None:
         """Train until ``total_steps`` optimizer steps are done, or the run is to stop."""
@@ -241,7 +252,7 @@ class Trainer:
         """Go back to the last good step, and save it; return the weights' path, None if there is nothing to keep.
 
         Each process does this by itself: another one may be the one that failed, or wait for this one. So weights that
-        are split among processes cannot be saved. An update that failed half-way cannot be undone.
+        are split among processes cannot be saved. An update that failed half-way cannot be undone (``Engine.update``).
         """
         if not has_whole_model(self.engine.accelerator) or not self.engine.is_whole:
             return None

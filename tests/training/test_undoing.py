@@ -15,6 +15,8 @@ import torch
 from accelerate import Accelerator
 from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from library.errors import NotRestoredError
 from library.models.family import inputs_changed
@@ -94,6 +96,7 @@ def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
     engine = Engine(Accelerator(cpu=True), 0)
     engine.optimizer, engine.parameters = optimizer, [*model.parameters()]
     engine._bad_losses, engine._device, engine._on_gpu = torch.zeros(()), CPU, False
+    engine._copied, engine.schedule = None, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     engine._is_finite_on_host, engine.after_update = torch.ones((), dtype=torch.bool), lambda is_taken: None
     return engine
 
@@ -177,6 +180,81 @@ def test_a_fault_at_any_call_leaves_the_model_as_it_was_or_ends_the_run(change: 
     assert changed, "the scope changes something"
     assert len(left_out) > 10, "most faults are taken back"
     assert stopped, "some are not"
+
+
+class Uncounted(torch.optim.SGD):
+    """Writes where torch does not count it, as kernels of other packages do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad)
+
+
+class Replacing(torch.optim.SGD):
+    """Puts new tensors into its state before it writes to a weight."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["sum"] = self.state[parameter].get("sum", 0) + parameter.grad
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(self.state[parameter]["sum"])
+
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "one by one": lambda weights: torch.optim.AdamW(weights, foreach=False),
+    "together": lambda weights: torch.optim.AdamW(weights, foreach=True),
+    "fused": lambda weights: torch.optim.AdamW(weights, fused=True),
+    "momentum": lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.9),
+    "schedule-free": lambda weights: AdamWScheduleFree(weights, lr=0.1),
+    "replacing": lambda weights: Replacing(weights, 0.1),
+    "uncounted": lambda weights: Uncounted(weights, 0.1),
+}
+
+
+def failing() -> None:
+    raise Fault
+
+
+class FaultInTorch(TorchFunctionMode):
+    """Lets the call ``number`` of torch (from 0) fail before it does anything."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number + 1
+
+    def __torch_function__(self, function: Any, types: Any, given: Any = (), more: Any = None) -> Any:
+        self.number -= 1
+        if self.number == 0:
+            raise Fault(str(function))
+        return function(*given, **(more or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_that_fails_is_taken_back_if_it_wrote_nothing_and_else_nothing_is_saved(kind: str) -> None:
+    for number in range(-1, 1000):
+        model = trained_model()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        engine = engine_of(model, KINDS[kind]([*model.parameters()]))
+        getattr(engine.optimizer, "train", lambda: None)()
+        engine.update(torch.ones(()))
+        assert engine.settle()
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        before = copy.deepcopy(tree_leaves([snapshot(model), engine.optimizer.state_dict()]))
+        if number == -1:  # the step fails at its start
+            engine.optimizer.step = failing  # type: ignore[method-assign]
+        try:
+            with FaultInTorch(number):
+                engine.update(torch.ones(()))
+        except Fault:
+            assert number >= 0 or engine.is_whole == (kind != "uncounted")
+            if engine.is_whole:
+                assert equal(tree_leaves([snapshot(model), engine.optimizer.state_dict()]), before), number
+                assert engine.is_settled
+            continue
+        break
+    assert number > 30
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
