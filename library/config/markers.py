@@ -163,6 +163,21 @@ class AtStart:
         self.unless = unless
 
 
+@dataclass(frozen=True)
+class EffectOnly:
+    """Marks an option that may stand where it has no effect; what a resumed run says of its change follows from this.
+
+    Attributes:
+        without: an option that wins over it.
+        where: options and keys of a dataset, of which one must be set.
+        default_of: the key of a dataset that it is where the dataset does not say; "" for any.
+    """
+
+    without: str = ""
+    where: tuple[str, ...] = ()
+    default_of: str | None = None
+
+
 def options(config: BaseModel) -> Iterator[tuple[str, Any, FieldInfo]]:
     """Yield every option of a configuration with its value and its field."""
     for name in type(config).model_fields:

@@ -23,6 +23,7 @@ from library.config.markers import (
     Above,
     AtStart,
     Batch,
+    EffectOnly,
     Fraction,
     MustMatch,
     NotNegative,
@@ -74,6 +75,7 @@ _QUANTISED = OnlyWith(any_of=True, fp8_base=True, fp8_scaled=True)
 _VALIDATED = OnlyWith(any_of=True, validate_every_n_steps=True, validate_every_n_epochs=True)
 _UPLOADED = OnlyWith(huggingface_repo_id=True)
 _PRESERVED = OnlyWith(preserve=("prior",))
+_RANDOM_CAPTIONS = EffectOnly(where=("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard"))
 _PIPELINED = OnlyWith(pp=Above(1))
 _SIGMOIDS = ("sigmoid", "shift", "flux_shift", "flux2_shift", "qwen_shift", "krea2_shift")  # of timestep_sampling
 _MIXED = ("qinglong_flux", "qinglong_qwen")
@@ -212,24 +214,28 @@ class DatasetArguments(Section):
     dataset_config: str = Field(
         description="dataset TOML (kohya's format), or a folder of image folders named 10_name class"
     )
-    dataset_args: list[str] = Field(
+    dataset_args: Annotated[list[str], EffectOnly(default_of="")] = Field(
         [], description="key=value pairs that hold where the dataset TOML does not say: resolution=1024, flip_aug=true"
     )
     cache_directory: Annotated[str | None, SAME_RESULT] = Field(
         None, description="folder for cached latents and text; default .tandem_cache beside the images"
     )
-    caption_variants: Annotated[int, Field(gt=0, le=10_000)] = Field(
+    caption_variants: Annotated[int, Field(gt=0, le=10_000), _RANDOM_CAPTIONS] = Field(
         8, description="cached variants per caption where shuffling or tag dropout asks for more than one"
     )
     vae_batch_size: Annotated[Batch, SAME_RESULT] = Field(1, description="images encoded at once while caching")
     text_encoder_batch_size: Annotated[Batch, SAME_RESULT] = Field(
         4, description="captions encoded at once while caching"
     )
-    train_batch_size: Batch = Field(1, description="batch size where the dataset TOML names none")
+    train_batch_size: Annotated[Batch, EffectOnly(default_of="batch_size")] = Field(
+        1, description="batch size where the dataset TOML names none"
+    )
     max_data_loader_n_workers: Annotated[int, Field(ge=0, le=MOST_WORKERS), SAME_RESULT] = Field(
         2, description="worker processes that read caches"
     )
-    trigger_word: str | None = Field(None, description="word that calls up the subject, in subsets that name none")
+    trigger_word: Annotated[str | None, EffectOnly(default_of="trigger_word")] = Field(
+        None, description="word that calls up the subject, in subsets that name none"
+    )
     caption_command: Annotated[str | None, SAME_RESULT] = Field(
         None, description='run for each image without a caption, which it prints: "my_captioner --image {image}"'
     )
@@ -385,7 +391,9 @@ class OptimizerConfig(Section):
 class SharedTrainingKeys(Section):
     """Keys of the section ``training`` that pretraining has too; ``library.nn.checkpointing`` says what recomputes."""
 
-    max_train_steps: Positive = Field(1600, description="optimizer steps")
+    max_train_steps: Annotated[Positive, EffectOnly(without="max_train_epochs")] = Field(
+        1600, description="optimizer steps"
+    )
     max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
     resume: Annotated[str | None, SAME_RESULT] = Field(
         None,
@@ -424,7 +432,7 @@ class TrainingConfig(SharedTrainingKeys):
         False, description="LoRA weights in bf16 too, updated with stochastic rounding"
     )
     seed: Seed = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
-    prior_loss_weight: Annotated[NotNegative, IMAGES] = Field(
+    prior_loss_weight: Annotated[NotNegative, IMAGES, EffectOnly(where=("is_reg", "preserve"))] = Field(
         1.0, description="weight of regularisation images (is_reg), and of all that preserves"
     )
     memory_dry_run: Annotated[bool | None, IMAGES, SAME_RESULT] = Field(

@@ -12,7 +12,9 @@ pipelines samples.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -346,6 +348,26 @@ class Family:
         """Return what the transformer's answers follow from, besides precision and inputs."""
         return self.name, self.fingerprint(), self.files.transformer_config
 
+    def other_parts(self) -> dict[str, str]:
+        """Return a fingerprint of all of the model but the transformer's weights, each by its option or its name.
+
+        Settings count as they hold, with their defaults: a single file, which has none, may be the same as a folder.
+        """
+        files, layout = self.files, self.layout
+        places: dict[str, str | Path] = {layout.vae.option: files.vae}
+        named = zip((*layout.text_encoders, *layout.tokenizers), (*files.text_encoders, *files.tokenizers), strict=True)
+        places |= {part.option: place for part, place in named}
+        places |= {"processor": files.processor} if files.processor.is_dir() else {}
+        found = {k: fingerprint(place) if Path(place).exists() else str(place) for k, place in places.items()}
+        arguments = {name: self.argument(name) for name in inspect.signature(self.transformer_class).parameters}
+        index = {} if files.index is None else read_config(files.index.parent, files.index.name)
+        index = {key: value for key, value in index.items() if not _is_component(value)}
+        texts = {"transformer config": arguments, "scheduler": self.scheduler().config, "model_index.json": index}
+        for name, values in texts.items():
+            own = {key: value for key, value in values.items() if not key.startswith("_")}
+            found[name] = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return found
+
     def quantized_file(self) -> QuantizedFile | None:
         """Return what the transformer's files hold quantised, from their headers; None if nothing."""
         return WeightFiles(self.files.transformer).quantized
@@ -633,3 +655,8 @@ def unwrapped(module: nn.Module) -> Any:
 def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
     """Autocast to ``dtype`` if that is a 16-bit one; else change nothing."""
     return torch.autocast(device.type, dtype) if dtype in (torch.bfloat16, torch.float16) else nullcontext()
+
+
+def _is_component(value: Any) -> bool:
+    """Return whether a value of model_index.json names a class of a part, or none: ["diffusers", "AutoencoderKL"]."""
+    return isinstance(value, list) and len(value) == 2 and all(each is None or isinstance(each, str) for each in value)

@@ -127,8 +127,9 @@ class Run:
                 task.open(state)
                 self.upload = build_upload(hub, accelerator, task.console)
             config = task.plan.config
-            task.inputs = RunInputs(settings_of(config), contents_of(config, task.base_fingerprint))
-            require_same({f"{key}'s content": content for key, content in task.inputs.contents.items()})
+            task.inputs = RunInputs(settings_of(config), contents_of(config, task.base_fingerprint, task.base_parts))
+            contents = {f"{key}'s content": content for key, content in task.inputs.contents.items()}
+            require_same(task.inputs.settings | contents)
             task.prepare()
             with agreed("looking for room on the disk"):
                 self._check_room()

@@ -20,22 +20,27 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from library import __version__
 from library.checksums import fingerprint
-from library.config.markers import AtStart, options
+from library.config.markers import AtStart, EffectOnly, OnlyWith, is_nothing, options
+from library.config.optimizer_types import OPTIMIZERS, PIP_NAMES
 from library.data.config import DatasetConfig
 from library.data.samples import Sample
 from library.errors import UserError, counted, names_in_short
 from library.processes import agreed, from_all_processes
 from library.training.checkpoint.metadata import PATHS, without_folders
 
-_PACKAGES = ("torch", "accelerate", "transformers", "numpy", "pillow")
+_MODULES = {"torch", "accelerate", "transformers", "tokenizers", "sentencepiece", "tiktoken", "diffusers", "numpy"}
+_MODULES |= {"pillow", "gguf", "deepspeed", "triton", *(row.module.partition(".")[0] for row in OPTIMIZERS.values())}
+_PACKAGES = sorted(PIP_NAMES.get(name, name) for name in _MODULES - {"library"})
+_BASE, _PART = "pretrained_model_name_or_path", "base model's "
 # of these options it counts what lies there sample by sample, or not at all
 _PLACES = {"dataset_config", "train_data", "validation_data", "cache_directory", "distill_cache", "resume"}
 _PLACES |= {"output_dir", "logging_dir", "save_fallback_dir"}
@@ -49,7 +54,8 @@ class RunInputs:
 
     Attributes:
         settings: option, or "dataset 1: key", -> value as JSON; of a path its last part, and behind a NUL a hash.
-        contents: option -> what the files hold that it names.
+        contents: option -> what the files hold that it names; and of each part of the base model, by ``_PART`` and its
+            option or name. An earlier version's state has no parts.
         samples: what one is known by -> a hash of each of ``ASPECTS``; both hashed.
         names: likewise -> its name in messages; a state keeps none.
     """
@@ -83,7 +89,10 @@ def _hash(value: object) -> str:
 
 def settings_of(config: BaseModel) -> dict[str, str]:
     """Return every option but ``resume``, and the versions of what computes."""
-    versions = {"version of tandem": __version__} | {f"version of {name}": version(name) for name in _PACKAGES}
+    versions = {"version of tandem": __version__}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[f"version of {name}"] = version(name)
     values = {key: value for key, value, _ in options(config) if key != "resume"}
     return {key: _stored(key, value) for key, value in (values | versions).items()}
 
@@ -98,10 +107,11 @@ def dataset_settings(config: DatasetConfig) -> dict[str, str]:
     return found
 
 
-def contents_of(config: BaseModel, base: str) -> dict[str, str]:
-    """Return option -> what the files hold that it names; ``base``: the base model's fingerprint."""
-    found = {key: _content(value) for key, value, _ in options(config) if key in PATHS - _PLACES and value}
-    return found | ({"pretrained_model_name_or_path": base} if base else {})
+def contents_of(config: BaseModel, base: str, parts: Mapping[str, str]) -> dict[str, str]:
+    """Return ``RunInputs.contents``; ``base``, ``parts``: fingerprints of the base model's weights and other parts."""
+    keys = PATHS - _PLACES - parts.keys()
+    found = {key: _content(value) for key, value, _ in options(config) if key in keys and value}
+    return found | ({_BASE: base} if base else {}) | {_PART + name: content for name, content in parts.items()}
 
 
 def _content(value: Any) -> str:
@@ -135,6 +145,7 @@ def changes_since(saved: Mapping[str, Any] | None, now: RunInputs, config: BaseM
         return ["the state does not say with which settings and data; what has changed since is not known"]
     values = {key: value for key, value, _ in options(config)}
     fields = {key: about for key, _, about in options(config)}
+    given = {key for name in type(config).model_fields for key in getattr(config, name).model_fields_set}
     new = {key: _stored(key, about.get_default()) for key, about in fields.items() if not about.is_required()}
     changed = {k: (old, v) for k, v in now.settings.items() if (old := (new | saved["settings"]).get(k, v)) != v}
     lines = {
@@ -142,13 +153,45 @@ def changes_since(saved: Mapping[str, Any] | None, now: RunInputs, config: BaseM
         for key, (before, after) in changed.items()
     }
     for key, content in now.contents.items():
-        if saved["contents"].get(key, content) != content:
+        if saved["contents"].get(key, content) != content and key.removeprefix(_PART) not in lines:
             lines.setdefault(key, f"{key}: its files hold something else")
     if samples := sample_changes(saved["samples"], now.samples, now.names):
         lines["samples"] = f"dataset: {', '.join(samples)}"
     starts = {key: m for key, about in fields.items() for m in about.metadata if isinstance(m, AtStart)}
     inert = {key for key, marker in starts.items() if not any(values.get(other) for other in marker.unless)}
+    for key in changed:
+        same = _hold_the_same(key, saved["contents"], now.contents)
+        if same or _is_without_effect(key, fields, values, now, changed):
+            inert.add(key)
+            if key in fields and key not in given and key not in starts:  # a default took its place, and is not used
+                del lines[key]
     return [f"{line}: {'no effect on a resumed run' if key in inert else 'from now on'}" for key, line in lines.items()]
+
+
+def _is_without_effect(
+    key: str, fields: Mapping[str, FieldInfo], values: Mapping[str, Any], now: RunInputs, changed: Iterable[str]
+) -> bool:
+    """Return whether, as an option's marks say, a run follows from no value of it."""
+    name = key.rpartition(": ")[2]  # of a dataset's key the option that is its default
+    tables = [each for each in now.settings if each.startswith("dataset ")]
+    acting = {each.rpartition(": ")[2] for each in tables if not is_nothing(json.loads(_shown(now.settings[each])))}
+    acting |= {each for each, value in values.items() if not is_nothing(value)}
+    for mark in fields[name].metadata if name in fields else ():
+        if isinstance(mark, OnlyWith) and mark.unmet(values):
+            return True
+        if isinstance(mark, EffectOnly):
+            filled = {each for each in tables if mark.default_of in ("", each.rpartition(": ")[2])}
+            if mark.without in acting or (tables and mark.where and acting.isdisjoint(mark.where)):
+                return True
+            if filled and filled.isdisjoint(changed):
+                return True
+    return False
+
+
+def _hold_the_same(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Return whether an option names other files than before that hold the same, of a base model in all its parts."""
+    of_it = [each for each in now if each in (key, _PART + key) or (key == _BASE and each.startswith(_PART))]
+    return bool(of_it) and all(before.get(each) == now[each] for each in of_it)
 
 
 def sample_changes(before: Mapping[str, str], now: Mapping[str, str], names: Mapping[str, str]) -> list[str]:

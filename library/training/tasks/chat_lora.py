@@ -100,6 +100,7 @@ class ChatLora(LoraTask):
         self.layout: QuantizedFile | None = weights.quantized
         plan_base(config.precision, self.layout, seed, device)
         self.base_fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
+        self.base_parts = {"config": content_hash(repr(self.sizes).encode())}
         self.resume_keys = resume_keys(config)
         self._say_defaults()
         self._check_saved(weights)

@@ -147,7 +147,7 @@ class ImageLora(LoraTask):
             family.split_plan(config.parallel.tp)
         for line in family.unused_tensors():
             self.console.print(f"note: {line}", soft_wrap=True)
-        self.base_fingerprint = family.fingerprint()
+        self.base_fingerprint, self.base_parts = family.fingerprint(), family.other_parts()
         self.text_fingerprint = self.text_encoder.weights_fingerprint if self.plan.network.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
         self.resume_keys = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -97,7 +98,8 @@ class Task(ABC):
     end_sampler: Sampler | None = None
     validates: bool = False
     validates_first: bool = True  # before the first step too
-    base_fingerprint: str = ""
+    base_fingerprint: str = ""  # of its weights
+    base_parts: Mapping[str, str] = MappingProxyType({})  # of its other parts, by name
     state: str | None = None  # the folder of the state that the run goes on from
     inputs: RunInputs  # once it is open; its samples, once it is prepared
 

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -20,12 +21,14 @@ from library.checksums import write_manifest
 from library.config.load import load_for
 from library.config.markers import resume_keys
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
+from library.data.config import load_dataset_config
 from library.errors import UserError
 from library.files import discard
 from library.training.checkpoint.state import Position, read_position, save_training_state
-from library.training.run_inputs import ASPECTS, RunInputs, changes_since, sample_changes, settings_of
+from library.training.run_inputs import ASPECTS, RunInputs, changes_since, dataset_settings, sample_changes, settings_of
 from tests import chat_runs, pretraining_runs
-from tests.runs import lora, metrics, run, same, write_dataset
+from tests.runs import ROOT, lora, metrics, run, same, write_dataset
+from tests.training.parallel.test_same_inputs import PARTS
 
 MODEL = ["--pretrained_model_name_or_path", "m"]
 SCRIPTS: dict[str, tuple[Script[Any], list[str]]] = {
@@ -228,3 +231,72 @@ def test_language_models_say_it_too(tmp_path: Path, capsys: pytest.CaptureFixtur
                          lr_scheduler="linear", lr_scheduler_min_lr_ratio=0.0)  # fmt: skip
     assert rates(tmp_path / "llm")[7] == pytest.approx([3e-3 * (1 - 4 / 10)] * 2)
     assert 'resume: lr_scheduler "cosine" -> "linear": from now on' in capsys.readouterr().out
+
+
+def test_parts_of_the_base_that_have_changed_are_named_and_another_place_alone_has_no_effect(
+    base: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(base, dataset, tmp_path, save_state=True)
+    moved, state = shutil.copytree(base, tmp_path / "moved"), tmp_path / "lora-state"
+
+    def said() -> list[str]:
+        capsys.readouterr()
+        run(moved, dataset, tmp_path / "more", max_train_steps=5, resume=state)
+        lines = re.findall("^resume: (.*)$", capsys.readouterr().out, re.MULTILINE)
+        return [line for line in lines if "max_train_steps" not in line and "output_dir" not in line]
+
+    place = f'pretrained_model_name_or_path "{base.name}" -> "moved": '
+    is_moved = [f"{place}no effect on a resumed run"]
+    assert [line for line in said() if "save_state" not in line] == is_moved
+    for change in PARTS.values():
+        change(moved)
+    lines = said()
+    assert f"{place}from now on" in lines
+    for part in PARTS:
+        assert f"base model's {part}: its files hold something else: from now on" in lines
+    inputs = json.loads((state / "inputs.json").read_text())  # as of a version that knew no parts
+    inputs["contents"] = {key: value for key, value in inputs["contents"].items() if not key.startswith("base model")}
+    (state / "inputs.json").write_text(json.dumps(inputs))
+    (state / "checksums.json").unlink()
+    write_manifest(state)
+    assert [line for line in said() if "base model" in line or "pretrained" in line] == [f"{place}from now on"]
+
+
+PRIOR = ["--preserve", "prior"]
+NO, YES = "no effect on a resumed run", "from now on"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dataset", "wanted"),
+    [
+        ([], ["--train_batch_size", "4"], "batch_size = 2", {"train_batch_size": NO}),
+        ([], ["--train_batch_size", "4"], "", {"train_batch_size": YES, "dataset 1: batch_size": YES}),
+        ([], ["--dataset_args", "flip_aug=true"], "flip_aug = true", {"dataset_args": NO}),
+        ([], ["--trigger_word", "zwx"], 'trigger_word = "abc"', {"trigger_word": NO}),
+        ([], ["--caption_variants", "4"], "", {"caption_variants": NO}),
+        ([], ["--caption_variants", "4"], "shuffle_caption = true", {"caption_variants": YES}),
+        ([], ["--prior_loss_weight", "0.5"], "", {"prior_loss_weight": NO}),
+        (PRIOR, [*PRIOR, "--prior_loss_weight", "0.5"], "", {"prior_loss_weight": YES}),
+        (["--max_train_steps", "6"], ["--max_train_epochs", "2"], "", {"max_train_epochs": YES}),
+        (["--loss_type", "huber", "--huber_c", "0.2"], [], "", {"loss_type": YES}),
+        ([], ["--loss_type", "huber", "--huber_c", "0.2"], "", {"loss_type": YES, "huber_c": YES}),
+    ],
+)  # fmt: skip
+def test_of_settings_without_effect_nothing_else_is_said(
+    before: list[str], after: list[str], dataset: str, wanted: dict[str, str], tmp_path: Path
+) -> None:
+    data = write_dataset(tmp_path, text=dataset)
+    inputs = []
+    for flags in (before, after):
+        config = load_for(LORA, [*MODEL, "--dataset_config", str(data), *flags])
+        inputs.append(RunInputs(settings_of(config) | dataset_settings(load_dataset_config(data, config.dataset))))
+    lines = [line for line in changes_since(asdict(inputs[0]), inputs[1], config) if "subset 1: trigger" not in line]
+    assert {re.split(r" \S+ -> ", line)[0]: line.rpartition(": ")[2] for line in lines} == wanted, lines
+
+
+def test_versions_of_all_that_computes_are_kept() -> None:
+    required = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    apart = {"toml", "PyYAML", "pydantic", "rich", "psutil", "filelock", "matplotlib", "protobuf", "tensorboard"}
+    apart |= {"peft", "safetensors"}  # read and write files, or are tests' reference
+    settings = settings_of(load_for(LORA, SCRIPTS["images"][1]))
+    assert {f"version of {name}" for name in required - apart} <= settings.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -65,6 +66,30 @@ CHANGES: dict[Callable[[Path], None], str] = {
 }
 
 
+def flip(file: Path) -> None:
+    """Change a bit of a weight in place."""
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 1
+    file.write_bytes(content)
+
+
+def write_key(file: Path, key: str, value: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+
+
+# what a message calls a part of the base -> how it becomes another
+PARTS: dict[str, Callable[[Path], None]] = {
+    "ae": lambda base: flip(next((base / "vae").glob("*.safetensors"))),
+    "clip_l": lambda base: flip(next((base / "text_encoder").glob("*.safetensors"))),
+    "t5xxl": lambda base: write_key(base / "text_encoder_2" / "config.json", "layer_norm_epsilon", 1e-3),
+    "clip_l_tokenizer": lambda base: write_key(base / "tokenizer" / "tokenizer_config.json", "mark", 1),
+    "t5xxl_tokenizer": lambda base: write_key(base / "tokenizer_2" / "tokenizer_config.json", "mark", 1),
+    "scheduler": lambda base: write_key(base / "scheduler" / "scheduler_config.json", "shift", 2.5),
+    "transformer config": lambda base: write_key(base / "transformer" / "config.json", "axes_dims_rope", [12, 10, 10]),
+    "model_index.json": lambda base: write_key(base / "model_index.json", "is_distilled", True),
+}
+
+
 def test_what_differs_on_a_process_is_named_on_all_and_own_paths_are_taken(base: Path, tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", text="batch_size = 2")
     common = arguments(base, data, tmp_path / "out")
@@ -79,7 +104,9 @@ def test_what_differs_on_a_process_is_named_on_all_and_own_paths_are_taken(base:
         jobs.append((change.__name__, by_rank, (train_flags, flags)))
     own_base, own = shutil.copytree(base, tmp_path / "base"), tmp_path / "own"
     shutil.copytree(tmp_path / "data", own)
-    mine = arguments(own_base, own / "dataset.toml", tmp_path / "out1", cache_directory=tmp_path / "cache")
+    mine = arguments(
+        own_base, own / "dataset.toml", tmp_path / "out1", cache_directory=tmp_path / "cache", ae=own_base / "vae"
+    )
     jobs.append(("own paths", by_rank, (train_flags, [common, mine])))
     said = run_in_group(jobs, tmp_path)
     for key in SETTINGS:
@@ -97,13 +124,13 @@ def test_what_differs_on_a_process_is_named_on_all_and_own_paths_are_taken(base:
 
 def test_another_model_conversation_or_corpus_is_named(base: Path, tmp_path: Path) -> None:
     data, other = write_dataset(tmp_path / "data"), shutil.copytree(base, tmp_path / "other")
-    file = next((other / "transformer").glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-7] ^= 1
-    file.write_bytes(content)
+    flip(next((other / "transformer").glob("*.safetensors")))
     jobs: list[Job] = [
         ("base", by_rank, (train_flags, [arguments(each, data, tmp_path / "out") for each in (base, other)]))
     ]
+    for part, change in PARTS.items():
+        change(other := shutil.copytree(base, tmp_path / part))
+        jobs.append((part, by_rank, (train_flags, [arguments(each, data, tmp_path / "out") for each in (base, other)])))
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     places = [chat_runs.write_place(tmp_path / name) for name in ("one", "two")]
@@ -120,6 +147,7 @@ def test_another_model_conversation_or_corpus_is_named(base: Path, tmp_path: Pat
     jobs.append(("weight_decay", by_rank, (pretraining_runs.train_flags, rates)))
     said = run_in_group(jobs, tmp_path)
     assert "pretrained_model_name_or_path's content is " in said["base"]
+    assert all(f"base model's {part}'s content is " in said[part] for part in PARTS), said
     assert "1 conversation added; 1 conversation removed" in said["chats"]
     assert said["same corpus"] == ""
     assert "weight_decay is 0.2 instead of 0.1" in said["weight_decay"]
