@@ -318,6 +318,9 @@ def agreed(what: str, otherwise: Callable[[Exception], None] | None = None) -> I
     rank, (exit_code, reason, _) = failed[0]
     error = error or FailedElsewhere(f"{what} failed on process {rank} ({reason})", exit_code)
     if otherwise is None or any(fatal for _, (_, _, fatal) in failed):
+        if notes is not None:
+            with suppress(RuntimeError):  # another has gone already
+                notes.leave()
         setattr(error, _VOTED_ON, True)
         raise error
     otherwise(error)

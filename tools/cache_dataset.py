@@ -39,8 +39,9 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
         painted = task.paint()
         task.read(painted)
         task.cache()
-    if painted.regularisation is not None and task.accelerator.is_main_process:
-        task.console.print(f"regularisation images and their captions: {painted.regularisation}", soft_wrap=True)
+    if painted.regularisation and task.accelerator.is_main_process:
+        folder = painted.regularisation[0].parent
+        task.console.print(f"regularisation images and their captions: {folder}", soft_wrap=True)
     return task.data
 
 

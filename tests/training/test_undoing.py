@@ -38,6 +38,13 @@ class Fault(RuntimeError):
     """What fails."""
 
 
+@pytest.fixture(autouse=True)
+def gradients_are_on() -> Iterator[None]:
+    """A fault within the end of torch.no_grad leaves them off."""
+    yield
+    torch.set_grad_enabled(True)
+
+
 @contextmanager
 def fault_at(number: int) -> Iterator[list[str]]:
     """Let the call ``number`` inside the block fail, of our functions or by one of them; yield which, if there is one.

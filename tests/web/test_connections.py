@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -31,17 +30,8 @@ HALVES = {
 @pytest.fixture(params=[64, 256])
 def limited(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     """A page that may have only so many descriptors."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (request.param, before[1]))  # what is started inherits it
-    started = serve(tmp_path)
-    try:
-        server = started.__enter__()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 1024), before[1]))
-    try:
-        yield server
-    finally:
-        started.__exit__(None, None, None)
+    with serve(tmp_path, files=request.param) as running:
+        yield running
 
 
 @pytest.fixture
