@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-ConditionKind = Literal["none", "fill", "references"]
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.config import load_config
+from library.config.model_types import MODEL_TYPES, ConditionKind, ModelType
 from library.config.schema import DatasetArguments
 from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error
 from library.files import read_toml, write_text
 from library.training.report.progress import counting, print_progress
 from tools.command import answer_early, seed_number, tool_console, tool_parser
-
-_PIXEL_MULTIPLE = 16  # of an image's sides, where no --config_file says
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +56,6 @@ answer_early(__name__, lambda: parser().parse_args())
 
 from concurrent.futures import ThreadPoolExecutor
 
-from library.conditions import ConditionKind
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, Subset, load_dataset_config
 from library.data.gallery import described, hashed_previews, small_jpeg, thumbnail_name, write_thumbnails
 from library.data.lint import Advance, Report, TooLong, check, title, without_broken
@@ -147,7 +145,8 @@ def main() -> None:
         raise UserError("--thumbnails: has no effect without --json, which names them; give it, or remove --thumbnails")
     given = {key: getattr(options, key) for key in ("cache_directory", "trigger_word", "dataset_args")}
     given = {"dataset_config": str(options.dataset)} | {key: value for key, value in given.items() if value is not None}
-    arguments, kind, pixel_multiple = DatasetArguments(**given), conditioning_of(options.dataset), _PIXEL_MULTIPLE
+    arguments, kind = DatasetArguments(**given), conditioning_of(options.dataset)
+    pixel_multiple = ModelType.pixel_multiple  # where no --config_file says
     too_long: TooLong | None = None
     if options.config_file is not None:
         import torch
@@ -157,7 +156,7 @@ def main() -> None:
         words = ((f"--{key}", *([value] if isinstance(value, str) else value)) for key, value in given.items())
         training = load_config(["--config_file", options.config_file, *chain(*words)])
         arguments, family = training.dataset, model_family(training.model)
-        kind, pixel_multiple = family.conditioning, family.image_encoder.published_multiple
+        kind, pixel_multiple = family.conditioning, MODEL_TYPES[training.model.model_type].pixel_multiple
         too_long = family.load_text_encoder(torch.float32).too_long
     console, config = tool_console(), load_dataset_config(options.dataset, arguments, kind)
     printed = nullcontext(partial(print_progress, console, seconds=0.5))

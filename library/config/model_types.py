@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from library.files import read_toml
 
 Blank = Literal["grey", "black", "white", "noise"]  # what the region to fill is blanked with before it is encoded
+ConditionKind = Literal["none", "fill", "references"]
 BLANKS: tuple[Blank, ...] = get_args(Blank)
 Tool = Literal["sd-scripts", "musubi-tuner"]  # kohya's projects
 
@@ -30,6 +31,7 @@ class ModelType:
         tokenizers: keys of tokenizers -> the folder that has each in a diffusers pipeline.
         settings: other keys of the section ``model`` that not every family takes.
         conditioning: what a sample must bring besides its caption.
+        pixel_multiple: sides of images are multiples of it in the published models.
         takes_guidance: whether the transformer takes a guidance scale.
         swappable_blocks: how many blocks can lie in host memory at most.
         texts_differ_in_length: whether a batch's texts keep their lengths; then its parts differ in shape.
@@ -43,7 +45,8 @@ class ModelType:
     files: tuple[str, ...] = ("vae", "text_encoder")
     tokenizers: Mapping[str, str] = field(default_factory=lambda: {"qwen_tokenizer": "tokenizer"})
     settings: tuple[str, ...] = ()
-    conditioning: Literal["none", "fill", "references"] = "none"
+    conditioning: ConditionKind = "none"
+    pixel_multiple: int = 16
     takes_guidance: bool = False
     swappable_blocks: int = 0
     texts_differ_in_length: bool = False

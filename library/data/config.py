@@ -26,10 +26,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from library.conditions import ConditionKind
 from library.config.kohya.flags import FLAGS
 from library.config.markers import MOST, MOST_SIDE, Batch, Fraction, Seed, is_nothing, split_pairs
-from library.config.model_types import Blank
+from library.config.model_types import Blank, ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.masks import MASK_KINDS, MaskKind
 from library.errors import UserError, did_you_mean

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 
-from library.conditions import ConditionKind
+from library.config.model_types import ConditionKind
 from library.data.buckets import KEPT, Bucketing, Fit, Size, describe_sizes, same_shape, size_text
 from library.data.captions import caption_variants, has_word, words_around
 from library.data.config import DatasetConfig, Subset, SubsetSettings

@@ -26,7 +26,7 @@ from typing import Self
 
 from PIL import Image
 
-from library.conditions import ConditionKind
+from library.config.model_types import ConditionKind
 from library.data.buckets import Bucketing, ControlSizing, Fit, Images, Size, describe_sizes, same_shape, size_text
 from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, checked_bytes, files_inside, list_folder

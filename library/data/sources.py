@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from library.conditions import ConditionKind
 from library.config.markers import is_nothing
+from library.config.model_types import ConditionKind
 from library.data.captions import TRIGGER, lacks_trigger
 from library.data.config import Subset, SubsetSettings, refused_condition_keys
 from library.data.file_index import FileIndex, SourceFile, Stats, files_inside, list_folder

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from library.conditions import ConditionKind
+from library.config.model_types import ConditionKind
 from library.data.cache import Pixels
 from library.data.images import blanked
 from library.fidelity.serving import LowDtype, Variant

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from library.conditions import ConditionKind, Conditions
+from library.conditions import Conditions
+from library.config.model_types import ConditionKind
 from library.console import Console
 from library.data.batches import Batch
 from library.data.cache import Pixels, TextJob

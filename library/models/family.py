@@ -30,8 +30,8 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from library.checksums import fingerprint, weights_fingerprint
-from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
-from library.config.model_types import MODEL_TYPES
+from library.conditions import NO_CONDITIONS, Conditions
+from library.config.model_types import MODEL_TYPES, ConditionKind
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError, names_in_short
 from library.models.family_files import FamilyFiles

@@ -44,8 +44,7 @@ class ImageEncoder:
         is_video: it takes an image as a video of one frame.
         fingerprint: of weights, dtype and kind of latents; a part of the names of cached latents.
         latent_channels, latent_factor: of the latents, and pixels per latent.
-        pixel_multiple: sides of images are multiples of it. published_multiple: the published models', before any file
-            is read.
+        pixel_multiple: sides of images are multiples of it.
     """
 
     autoencoder: Any
@@ -54,7 +53,6 @@ class ImageEncoder:
     marks: tuple[str, ...]
     published: Mapping[str, Any] = {}
     is_video = False
-    published_multiple = 16
     latent_channels: int
     latent_factor: int
 

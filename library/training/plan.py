@@ -18,11 +18,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from library.conditions import ConditionKind
 from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
 from library.config.family_defaults import FAMILY, family_defaults, settle
 from library.config.markers import options, split_pairs
-from library.config.model_types import MODEL_TYPES
+from library.config.model_types import MODEL_TYPES, ConditionKind
 from library.config.pretrain_schema import PretrainConfig
 from library.config.schema import (
     FlowConfig,

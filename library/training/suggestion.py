@@ -152,7 +152,7 @@ def summarise_dataset(answers: Answers) -> DatasetSummary:
         UserError: there is none, or training would refuse it.
     """
     family, path, ending = family_class(answers.model_type), answers.images, _CAPTION_ENDINGS[0]
-    unit = family.image_encoder.published_multiple
+    unit = MODEL_TYPES[answers.model_type].pixel_multiple
     with tempfile.TemporaryDirectory() as scratch:
         if path.is_dir():
             files = list_folder(path)

@@ -21,7 +21,6 @@ from library.config.schema import DatasetArguments, TrainConfig
 from library.web.jobs import ROOT
 
 _KEPT, _MOST_SECONDS = 30, 60  # how long an answer holds, how long one may take
-_PATCH = 16  # pixels, of which trained sides are multiples
 
 
 def reason_against(config: TrainConfig) -> str:
@@ -49,16 +48,17 @@ def _look(model: str, model_type: str, dataset: str, seed: str) -> str:
     from library.data.samples import scan
     from library.models.files import refuse_other_kind
 
-    arguments, path, key = DatasetArguments.model_validate_json(dataset), Path(model).expanduser(), "dataset_config"
+    arguments, path = DatasetArguments.model_validate_json(dataset), Path(model).expanduser()
+    kind = MODEL_TYPES[model_type]
+    key = "pretrained_model_name_or_path"
     try:
         if path.exists():
-            key = "pretrained_model_name_or_path"
             refuse_other_kind(path, model_type)
         key = "dataset_config"
-        found = load_dataset_config(arguments.dataset_config, arguments, MODEL_TYPES[model_type].conditioning)
+        found = load_dataset_config(arguments.dataset_config, arguments, kind.conditioning)
         with tempfile.TemporaryDirectory() as scratch:
             datasets = tuple(replace(each, cache_directory=Path(scratch)) for each in found.datasets)
-            scan(replace(found, datasets=datasets), int(seed), _PATCH)
+            scan(replace(found, datasets=datasets), int(seed), kind.pixel_multiple)
     except (OSError, ValueError) as error:  # a UserError is a ValueError
         return f"{key}: {error}".partition("\n")[0]
     return ""

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from library.conditions import ConditionKind
+from library.config.model_types import ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.batches import CachedDataset, Item
 from library.data.config import load_dataset_config

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from library.conditions import ConditionKind
+from library.config.model_types import ConditionKind
 from library.errors import UserError
 from tests.data.folders import AverageEncoder, add_image, build, silent, write_toml
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from library.conditions import ConditionKind
+from library.config.model_types import ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.caption_edit import Change, Journal, Text, edited, read
 from library.data.config import load_dataset_config

@@ -34,7 +34,6 @@ class QwenImage21Encoder(QwenImageEncoder):
     title = "Qwen-Image-2.1's VAE"
     file = "qwen_image_2.1_vae_bf16.safetensors"
     marks = ("encoder.down_blocks.0.resnets.0.conv1.weight",)
-    published_multiple = 32
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", patch: int = 2) -> None:
         """As everywhere; sides are even in latents, although each of these is a token of its own."""

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from library.conditions import ConditionKind
+from library.config.model_types import ConditionKind
 from library.config.schema import ModelConfig, TrainConfig
 from library.models.family_by_name import family_class
 from library.models.weights import statistics

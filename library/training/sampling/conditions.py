@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
-from library.config.model_types import Blank
+from library.conditions import NO_CONDITIONS, Conditions
+from library.config.model_types import Blank, ConditionKind
 from library.data.buckets import ControlSizing, cover
 from library.data.cache import TextJob
 from library.data.dataset import TrainingData

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
-from library.config.model_types import Blank
+from library.conditions import NO_CONDITIONS, Conditions
+from library.config.model_types import Blank, ConditionKind
 from library.data.buckets import ControlSizing
 from library.errors import UserError
 from library.models.family import SampleSettings
