@@ -13,7 +13,6 @@ import pytest
 from diffusers.modular_pipelines.flux3 import before_denoise, denoise
 
 from library.config import load_config
-from library.config.edit import edited
 from library.config.family_defaults import family_defaults, presets
 from library.config.load import load_for
 from library.config.markers import options
@@ -67,6 +66,7 @@ def test_samples_are_made_as_diffusers_makes_them_by_default(model_type: str) ->
 def test_a_family_has_the_same_defaults_on_the_command_line_in_a_file_and_in_the_form(
     model_type: str, tmp_path: Path
 ) -> None:
+    edited = pytest.importorskip("library.config.edit", reason="without the page's packages there is no form").edited
     of_flags, values = config_of(model_type), family_defaults(model_type)
     text = f'model_type = "{model_type}"\npretrained_model_name_or_path = "m"\ndataset_config = "d"\n'
     (tmp_path / "run.toml").write_text(edited(edited(text, "network_dim", "7", LORA), "network_dim", "", LORA))

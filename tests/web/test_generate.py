@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
+pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
+
 from library.web import precision
 from tests.web.page import ROOT, Server, Tab, expect, serve
 from tools.generate import image, parser
