@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import wraps
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 # C0, DEL and C1 controls; what turns the direction of text (Unicode TR 9) or breaks lines; marks nobody sees; and the
 # halves of surrogate pairs, which no encoding has: Python puts them for bytes of a file name that are not UTF-8.
@@ -75,15 +75,19 @@ def undone(what: str, undo: Callable[[], object]) -> Iterator[None]:
     Raises:
         NotRestoredError: ``undo`` failed, for whatever reason; no scope whose errors are optional may go on after it.
     """
+    before = ""
     try:
         yield
+    except BaseException as failure:
+        before = f" after {type(failure).__name__}: {reason_of(failure)}"
+        raise
     finally:
         try:
             undo()
         except BaseException as error:
             raise NotRestoredError(
-                f"{what} could not be taken back ({type(error).__name__}: {reason_of(error)}); start again with "
-                "--resume auto"
+                f"{what} could not be taken back ({type(error).__name__}: {reason_of(error)}){before}; start again "
+                "with --resume auto"
             ) from error
 
 
@@ -164,7 +168,7 @@ class LastingStream:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self.failed = stream, cast(OSError | None, None)
+        self._stream, self.failed = stream, cast(Exception | None, None)
 
     def write(self, text: str) -> int:
         """Write ``text``."""
@@ -178,35 +182,40 @@ class LastingStream:
     def _try(self, write: Callable[[], object]) -> bool:
         try:
             write()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
             self.failed = error
             return False
         return True
 
     def end(self) -> None:
         """Let Python's own flush at its end succeed: what still waits then goes nowhere."""
-        if not self._try(self._stream.flush):
+        if not self._try(self._stream.flush) and not self._stream.closed:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 
-class PrintableStream(LastingStream):
-    """A text stream whose lines steer no terminal; rich, which writes colours, goes past it."""
+class PrintableStream:
+    """A text stream whose lines steer no terminal; rich, which writes colours, goes past it.
+
+    All else is asked of the :class:`LastingStream` behind it, so whatever is lost is known in one place.
+    """
 
     def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
         self.rich_proxied_file = LastingStream(stream)  # the name by which rich.console.Console.file looks for it
 
     def write(self, text: str) -> int:
         """Write ``text``, its own line ends and tabs as they are."""
-        return super().write(printable(text, keep="\n\t"))
+        return self.rich_proxied_file.write(printable(text, keep="\n\t"))
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write several texts."""
         for line in lines:
             self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
 
 
 def one_line(error: UserError | NotRestoredError) -> str:
@@ -238,8 +247,9 @@ def _lasting_streams() -> Iterator[None]:
             yield
         finally:
             output.end()
-            if output.failed is not None and output.failed.errno != errno.EPIPE:  # who read a pipe wants no more
-                print(f"warning: not all that was printed could be written ({output.failed.strerror})", file=sys.stderr)
+            if output.failed is not None and not isinstance(output.failed, BrokenPipeError):  # who read wants no more
+                why = getattr(output.failed, "strerror", None) or output.failed
+                print(f"warning: not all that was printed could be written ({why})", file=sys.stderr)
             complaints.end()
 
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from safetensors.torch import save_file
 
 from library.console import Console
-from library.errors import PrintableStream, UserError, exit_on_user_error, one_line, printable
+from library.errors import NotRestoredError, PrintableStream, UserError, exit_on_user_error, one_line, printable, undone
 from library.files import write_text
 from tests.forked import run_script
 from tests.runs import ROOT
@@ -181,6 +181,36 @@ def test_a_closed_stream_takes_what_is_printed_and_no_file_takes_its_place(close
         assert (done.returncode, (tmp_path / "out").read_text()) == (code, "True"), done
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is Linux'")
+@pytest.mark.parametrize(
+    "act",
+    [
+        "print('x')",
+        "print('x', flush=True)",
+        "Console().print('x')",
+        "Console().print(Table('x'))",
+        "list(track([1], console=Console(force_terminal=True)))",
+        "sys.stdout.rich_proxied_file.write('x')",
+        "sys.stdout.writelines(['x' * 99999])",
+        "sys.__stdout__.close(); Console().print('x')",
+        "sys.__stdout__.close(); print('x')",
+    ],
+)
+def test_whatever_prints_is_told_that_the_disk_is_full(act: str) -> None:
+    script = "import sys; from library.errors import exit_on_user_error; from library.console import Console\n"
+    script += "from rich.progress import track; from rich.table import Table\n"
+    script += f"def main():\n {act}\nexit_on_user_error(main)()\n"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100
+        )
+    why = "I/O operation on closed file." if "close()" in act else os.strerror(errno.ENOSPC)
+    assert (done.returncode, done.stderr.splitlines()) == (
+        0,
+        [f"warning: not all that was printed could be written ({why})"],
+    )
+
+
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -197,3 +227,19 @@ def test_a_live_line_moves_the_cursor_and_strangers_words_do_not(monkeypatch) ->
     assert "\\x1b[2J" in terminal.getvalue()  # spelt
     assert terminal.getvalue().count("\\x1b") == 1
     assert "\x1b[2K" in terminal.getvalue()  # rich's own
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("CUDA out of memory"), KeyboardInterrupt()])
+def test_what_could_not_be_taken_back_names_both_reasons(failure: BaseException | None) -> None:
+    def undo() -> None:
+        raise OSError("the disk is gone")
+
+    @undone("x", undo)
+    def work() -> None:
+        if failure:
+            raise failure
+
+    with pytest.raises(NotRestoredError, match="the disk is gone") as told:
+        work()
+    assert (type(failure).__name__ in str(told.value)) == (failure is not None)
+    assert ("CUDA out of memory" in str(told.value)) == isinstance(failure, RuntimeError)
