@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,10 +21,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.config import load_config
+from library.config.markers import is_nothing, split_pairs
 from library.config.model_types import MODEL_TYPES, ConditionKind, ModelType
 from library.config.schema import DatasetArguments
 from library.console import Console
@@ -56,22 +57,35 @@ answer_early(__name__, lambda: parser().parse_args())
 
 from concurrent.futures import ThreadPoolExecutor
 
-from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, Subset, load_dataset_config
+from library.data.config import INPAINT_KEYS, OTHER_NAMES, REFERENCE_KEYS, DatasetConfig, Subset, load_dataset_config
 from library.data.gallery import described, hashed_previews, small_jpeg, thumbnail_name, write_thumbnails
 from library.data.lint import Advance, Report, TooLong, check, title, without_broken
 from library.data.samples import Sample, scan
+from library.data.sources import names_controls
 
 _SHOWN = 5  # findings of a kind in the terminal
 
 
-def conditioning_of(dataset: Path) -> ConditionKind:
-    """Return which kind of model a TOML's keys are for; those that ask for nothing are passed over."""
-    if dataset.expanduser().is_dir():  # whose keys are dataset_args'
-        return "none"
-    text = re.sub(r"'\w+': (False|0|''|\[\])(?=[,}])", "", str(read_toml(dataset, "check dataset_config")[0]))
-    if any(f"'{key}'" in text for key in INPAINT_KEYS):
+def conditioning_of(dataset: Path, arguments: DatasetArguments) -> ConditionKind:
+    """Return which kind of model a dataset's keys are for, and those of its metadata files."""
+    tables = {} if dataset.expanduser().is_dir() else read_toml(dataset, "check dataset_config")[0]
+    asked = _asked([tables, split_pairs(arguments.dataset_args, "dataset_args")])
+    if asked & {*INPAINT_KEYS}:
         return "fill"
-    return "references" if any(f"'{key}'" in text for key in REFERENCE_KEYS) else "none"
+    if asked & {*REFERENCE_KEYS}:
+        return "references"
+    subsets = (subset for each in load_dataset_config(dataset, arguments).datasets for subset in each.subsets)
+    names_some = any(subset.metadata_file and names_controls(subset.metadata_file) for subset in subsets)
+    return "references" if names_some else "none"
+
+
+def _asked(value: Any) -> set[str]:
+    """Return the keys, in Tandem's names, of all tables in ``value`` but those that ask for nothing."""
+    keys = set[str]()
+    if isinstance(value, dict):
+        keys = {OTHER_NAMES.get(key, key) for key, one in value.items() if not is_nothing(one)}
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return keys.union(*map(_asked, inside))
 
 
 def _unsplit(subset: Subset) -> Subset:
@@ -145,7 +159,7 @@ def main() -> None:
         raise UserError("--thumbnails: has no effect without --json, which names them; give it, or remove --thumbnails")
     given = {key: getattr(options, key) for key in ("cache_directory", "trigger_word", "dataset_args")}
     given = {"dataset_config": str(options.dataset)} | {key: value for key, value in given.items() if value is not None}
-    arguments, kind = DatasetArguments(**given), conditioning_of(options.dataset)
+    arguments = DatasetArguments(**given)
     pixel_multiple = ModelType.pixel_multiple  # where no --config_file says
     too_long: TooLong | None = None
     if options.config_file is not None:
@@ -158,6 +172,8 @@ def main() -> None:
         arguments, family = training.dataset, model_family(training.model)
         kind, pixel_multiple = family.conditioning, MODEL_TYPES[training.model.model_type].pixel_multiple
         too_long = family.load_text_encoder(torch.float32).too_long
+    else:
+        kind = conditioning_of(options.dataset, arguments)
     console, config = tool_console(), load_dataset_config(options.dataset, arguments, kind)
     printed = nullcontext(partial(print_progress, console, seconds=0.5))
     with printed if options.json is not None else counting(console) as start:

@@ -420,6 +420,14 @@ def _control_paths(entry: dict[str, Any], refused: str | None, where: str) -> li
     return [named[number] for number in sorted(named)]
 
 
+def names_controls(file: Path) -> bool:
+    """Whether an entry of a metadata file names a control image, as those for an edit model do."""
+    with gathering([]):  # what is wrong with the file is said by find_sources()
+        keys = (item for _, _, entry in _metadata_entries(file, []) for item in entry.items())
+        return any(_CONTROL_KEY.fullmatch(key) and not is_nothing(value) for key, value in keys)
+    return False
+
+
 def _metadata_entries(file: Path, refusals: list[str] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (place for messages, image path as written, its entry) of a JSON or JSON lines file."""
     if file.suffix.lower() == ".jsonl":

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from library.config.schema import DatasetArguments
-from library.data.config import REFUSED_KEYS, DatasetConfig, load_dataset_config
+from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, REFUSED_KEYS, DatasetConfig, load_dataset_config
 from library.data.gallery import described
 from library.data.lint import check
 from library.data.samples import Scan, scan
@@ -21,7 +21,9 @@ from library.files import toml_text
 from tests.data.folders import add_image, build, silent, write_toml
 from tests.forked import run_script
 from tests.tiny import tiny_flux_pipeline
+from tools.check_dataset import conditioning_of
 
+PLAIN = DatasetArguments(dataset_config="dataset.toml")
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "First line.\r\n\r\n  A second paragraph, \u2028 with {a|b}.\nThird."
 WHOLE = "First line.\n\n  A second paragraph, \u2028 with {a|b}.\nThird."
@@ -219,3 +221,29 @@ def test_a_check_counts_captions_in_the_models_tokens(tmp_path: Path) -> None:
     for name in ("1.txt", "3.txt"):
         (tmp_path / "img" / name).write_text(f"short {name}")
     assert run_script(script, [str(toml), *flags], tmp_path).returncode == 0
+
+
+def test_a_check_without_a_model_knows_what_kind_the_dataset_is_for(tmp_path: Path) -> None:
+    """By keys, not by names of folders that are called like them, and by the metadata file's records."""
+    add_image(tmp_path / "img", "a.png")
+    for word in (*INPAINT_KEYS, *REFERENCE_KEYS, "control_path"):
+        add_image(tmp_path / word, "a.png")
+        toml = write_toml(
+            tmp_path, subset=f"image_dir = 'img'\nclass_tokens = '{word}'\nconditioning_data_dir = '{word}'"
+        )
+        assert conditioning_of(toml, PLAIN) == "none", word
+    other = "[[datasets]]\nresolution = 64\nimage_directory = 'img'\nflux_kontext_no_resize_control = true\n"
+    (tmp_path / "dataset.toml").write_text(other)  # musubi-tuner's name of a key
+    assert conditioning_of(toml, PLAIN) == "references"
+    assert (
+        conditioning_of(write_toml(tmp_path), PLAIN.model_copy(update={"dataset_args": ["inpaint_blank=black"]}))
+        == "fill"
+    )
+    for record, kind in (({}, "none"), ({"control_path": ""}, "none"), ({"control_path_0": "img/a.png"}, "references")):
+        for name in ("m.jsonl", "m.json"):
+            entry = {"caption": "x"} | record
+            lines = entry | {"image_path": "img/a.png"} if name == "m.jsonl" else {"img/a.png": entry}
+            (tmp_path / name).write_text(json.dumps(lines))
+            flat = f"[[datasets]]\nresolution = 64\nimage_jsonl_file = '{name}'\n"
+            (tmp_path / "dataset.toml").write_text(flat)
+            assert conditioning_of(toml, PLAIN) == kind
