@@ -92,9 +92,10 @@ def migrate_foreign(program: str, text: str, path: Path, save_to: Path, overwrit
     if training is None:
         _save_datasets(found, save_to, path, overwrite)
         return found.dataset_notes
-    if "model_type" not in training:
-        named = [note.line() for note in found.notes if "model" in note.key and note.outcome == "refused"]
-        raise UserError("; ".join([f"{path}: names no model family of this version", *named]))
+    for key, what in {"model_type": "model family of this version", "pretrained_model_name_or_path": "model"}.items():
+        if key not in training:
+            named = [note.line() for note in found.notes if "model" in note.key and note.outcome == "refused"]
+            raise UserError("; ".join([f"{path}: names no {what}", *named]))
     translation = Translation(training, {}, notes=found.notes)
     training["dataset_config"] = str(dataset_toml)
     if found.datasets:

@@ -269,6 +269,17 @@ def _validate(
     return config, refused, notes
 
 
+def misfit(key: str, value: Any) -> str:
+    """Return a line on why ``value`` is none of ``key``, which the schema for images has; nothing if it is one."""
+    name, field = fields()[key]
+    try:
+        sections()[name].model_validate({} if asks_for_nothing(value, field) else {key: value})
+    except ValidationError as error:  # the section's other keys may be missing
+        items = (item for item in error.errors() if item["loc"][:1] == (key,))
+        return next((_problem({**item, "loc": (name, key)}, {}) for item in items if item["type"] != "missing"), "")
+    return ""
+
+
 def _conflicts(config: Any, uncertain: Collection[str], origins: Mapping[str, str]) -> tuple[list[str], list[Note]]:
     """Return a line for every conflict that is not about ``uncertain`` keys, and notes of those that are none.
 

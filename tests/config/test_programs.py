@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import yaml
 from PIL import Image
 
 from library.config import load_config
-from library.config.programs.translate import _meaning
+from library.config.kohya.translation import Note
+from library.config.programs.translate import _meaning, _translate_keys
 from library.config.schema import DatasetArguments
 from library.config.scripts import LORA, fields
 from library.data.captions import caption_variants
@@ -237,14 +239,14 @@ def test_every_key_is_in_the_result_or_in_a_line(here: Path, program: str, seed:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_tables_name_keys_that_are_there(program: str) -> None:
     tables = read_toml(FOLDER / f"{program.lower()}.toml")[0]
-    columns = {"to", "text", "values", "but", "add", "option", "when", "off", "why", "default", "like", "area"}
+    columns = {"to", "text", "values", "but", "add", "option", "when", "off", "why", "idle", "default", "like", "area"}
     parts = [(key, "dataset" if key.startswith(tables["datasets"]) else "training") for key in tables["entry"]]
     assert all(key.removeprefix(f"{tables['datasets']}.*.") in tables[part] for key, part in parts)
     for part, known in (("training", fields(LORA).keys()), ("dataset", DATASET_KEYS | SUBSET_KEYS)):
         rows = {key: row for key, row in tables[part].items() if key != "without"}
         for key, row in rows.items():
             assert row.keys() <= columns, key
-            assert "to" not in row or row["to"] in known, key
+            assert set(row.get("to", "").split()) <= set(known), key
             for value in row.get("values", {}).values():
                 assert not isinstance(value, dict) or value.keys() <= known, key
             assert all(
@@ -255,11 +257,27 @@ def test_the_tables_name_keys_that_are_there(program: str) -> None:
             assert not words, key
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_key_that_says_how_another_is_meant_is_accepted_for_values_that_have_a_row(program: str) -> None:
+    tables = read_toml(FOLDER / f"{program.lower()}.toml")[0] | {"program": program}
+    for part, (key, other) in product(("training", "dataset"), tables["by"].items()):
+        known = [row.partition("@")[2] for row in tables[part] if row.startswith(f"{key}@")]
+        for value in ["odd7", "AUTOMAGIC", *known]:
+            notes: list[Note] = []
+            _translate_keys(tables, part, {other: value}, notes)
+            outcome = next(note.outcome for note in notes if note.key == other)
+            assert outcome != "accepted" if value not in known else outcome != "refused", (other, value)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("job: [\nprocess:\n  training_folder: x", "in.yaml: cannot be read"),
         ("a: &a [1]\ntraining_folder: *a", "in.yaml: cannot be read (refers to parts of itself"),
+        (
+            "training_folder: x\nmodel: {arch: flux, name_or_path: 3}",
+            "in.yaml: names no model; model.name_or_path: not",
+        ),
         ("training_folder: x\nmodel: {arch: wan21}", "in.yaml: names no model family of this version; model.arch: not"),
         ("training_folder: " + "[" * 3000, "in.yaml: cannot be read"),
         ("folder_path: 2026-13-45", "in.yaml: cannot be read"),
@@ -422,6 +440,35 @@ def test_what_a_run_refuses_is_said_and_the_rest_is_written(here: Path) -> None:
     assert notes["concepts.0.num_repeats"].text == "not taken: 2.5 does not fit; it is 1"
     assert "set class_tokens" in notes["concepts.0.text.prompt_source"].text
     assert "concepts.0.num_repeats: 2.5 does not fit" in (here / "my_dataset.toml").read_text()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_value_that_does_not_fit_is_not_taken_and_the_rest_is(here: Path, program: str) -> None:
+    tables = read_toml(FOLDER / f"{program.lower()}.toml")[0] | {"program": program}
+    rows = {key: row for key, row in tables["training"].items() if key != "without" and set(row) <= {"to", "default"}}
+    odd: dict[str, Any] = {}
+    for key, value in product(rows, (0, -1, 1.5, "odd", 10**30, True)):
+        notes: list[Note] = []
+        values = _translate_keys(tables, "training", {key: value}, notes)
+        (note,) = (note for note in notes if note.key == key and note.outcome != "default")
+        to = rows[key]["to"].split()[0]
+        if note.outcome == "refused":
+            odd |= {key: value} if "name" not in key else {}
+            assert f"{to}: {value!r} does not fit" in note.text
+        else:
+            assert note.outcome == "left out" or to in values
+    assert len(odd) > 8
+    data = {"ai-toolkit": ai_toolkit({"arch": "flux"}), "OneTrainer": one_trainer("FLUX_DEV_1"),
+            "SimpleTuner": simple_tuner("flux")}[program]  # fmt: skip
+    for key, value in odd.items():
+        table = data["config"]["process"][0] if program == "ai-toolkit" else data
+        *above, last = key.split(".")
+        for part in above:
+            table = table.setdefault(part, {})
+        table[last] = value
+    notes = notes_of(data, program, here)
+    assert {key for key in odd if notes[key].outcome == "refused"} == odd.keys()
+    assert toml.load("my.toml")["model"]["pretrained_model_name_or_path"]
 
 
 def test_what_is_nobodys_configuration_is_not_given_a_name() -> None:

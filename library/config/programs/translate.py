@@ -2,9 +2,10 @@
 
 Each program is a TOML file beside this one: what each of its keys means, and what an unset one means where training
 depends on that (``default``; ``like``: the value of another key). A key is written as its path, ``network.linear``,
-with ``*`` for an item of a list and ``key@value`` where ``value`` is that of the key that ``by`` names. A row has
+with ``*`` for an item of a list and ``key@value`` where ``value`` is that of the key that ``by`` names; a value of that
+key with no such row, and no row of its own, is not taken. A row has
 
-    to       the key here; of a list, such as dataset_args, the value becomes an item
+    to       the key here, or several; of a list, such as dataset_args, the value becomes an item
     text     how the value is written there, "resolutions={}"
     values   value there -> value here, or a table of several keys here; others are not taken
     but      value there, or "*" for any -> what is different with it
@@ -13,6 +14,7 @@ with ``*`` for an item of a list and ``key@value`` where ``value`` is that of th
     option   what is written after the sample prompts, "--w {}"
     when     another key, and its values with which this one has an effect
     off      values that ask for nothing, or for what always happens here; without it 0 and false ask for nothing
+    idle     why it has no effect there
     why      why it is not taken, or what to do instead
 
 and ``without`` are groups of keys that have no counterpart. What no row translates gets a line: nothing is dropped.
@@ -36,6 +38,7 @@ from typing import Any
 import yaml
 
 from library.config.kohya.translation import Note, Outcome
+from library.config.load import misfit
 from library.config.markers import is_nothing
 from library.config.model_types import MODEL_TYPES
 from library.errors import UserError
@@ -166,8 +169,11 @@ def _translate_keys(
         general, number = _general(key), "".join(re.findall(r"\.(\d+)(?=\.|$)", key)[:1])
         row = rows.get(f"{general}@{_word(both.get(by.get(key)))}") or rows.get(general) or {}
         outcome, text, meant = _meaning(row, both[key], both)
-        if outcome == "refused" and key in by.values():
-            outcome, text = "accepted", f"says how {next(one for one in by if by[one] == key)} is meant"
+        if part == "training" and (why := _misfit(meant)):
+            outcome, text, meant = "refused", f"not taken: {why}", {}
+        chosen = [one for one in by if by[one] == key and f"{one}@{_word(both[key])}" in rows]
+        if outcome == "refused" and chosen and "values" not in row:
+            outcome, text = "accepted", f"says how {chosen[0]} is meant"
         if "option" in row and outcome == "renamed":
             several = str(both[key]).split(",") if "{1}" in row["option"] else [both[key]]
             options[number].append([_formatted(row["option"], one) for one in several])
@@ -219,6 +225,8 @@ def _meaning(row: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> tu
     for key, wanted in row.get("when", {}).items():
         if _word(given.get(key)) not in map(_word, wanted):
             return "left out", f"has no effect there without {key} = {' or '.join(map(_word, wanted))}", {}
+    if "idle" in row:
+        return "left out", f"has no effect there: {row['idle']}", {}
     if word in map(_word, row.get("off", ())):
         return "accepted", "asks for what happens here", {}
     if values is None and (value in (None, "", []) or (is_nothing(value) and not to and "off" not in row)):
@@ -237,9 +245,18 @@ def _meaning(row: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> tu
     except (TypeError, ValueError, OverflowError):
         return "refused", f"not taken: {value!r} is no number", {}
     value = _formatted(row["text"], value) if "text" in row else value
-    meant: dict[str, Any] = value if isinstance(value, dict) else {to: value}
+    meant: dict[str, Any] = value if isinstance(value, dict) else dict.fromkeys(to.split(), value)
     text = f"becomes {', '.join(f'{key} = {one}' for key, one in meant.items())}" if meant else "is what happens here"
     return "renamed" if meant else "accepted", text + but.get(word, but.get("*", "")), meant
+
+
+def _misfit(meant: Mapping[str, Any]) -> str:
+    """Return why a value is none of the training key that it becomes; nothing if all are."""
+    for to, one in meant.items():
+        several = one if isinstance(one, list) else [one]
+        if why := misfit(to, list(map(str, several)) if to in (*_LISTS, "sample_prompts") else one):
+            return why
+    return ""
 
 
 def _formatted(text: str, value: Any) -> str:
