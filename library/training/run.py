@@ -174,15 +174,16 @@ class Run:
         if accelerator.is_local_main_process and not accelerator.is_main_process:
             check_whole(Path(state))  # on another machine than :meth:`locked_folder` saw it, which may have a copy
         saved = task.restore(state)
-        for line in changes_since(read_inputs(state), task.inputs, task.plan.config):
-            task.console.print(f"resume: {line}", soft_wrap=True)
-        position = saved.in_epoch_of(per_epoch)
-        if saved.batches and saved.epoch_batches not in (None, per_epoch):
-            task.console.print(
-                f"note: an epoch is {per_epoch} batches (of texts: windows) long, not {saved.epoch_batches} as in the "
-                f"state; the run goes on at {position.batches}, where some of this epoch may come again or be left out",
-                soft_wrap=True,
-            )
+        before, position = read_inputs(state), saved.in_epoch_of(per_epoch)
+        lines = [f"resume: {line}" for line in changes_since(before, task.inputs, task.plan.config)]
+        is_longer = saved.epoch_batches not in (None, per_epoch)
+        if saved.batches and (is_longer or (before and [*before["samples"]] != [*task.inputs.samples])):
+            unit, changed = task.epoch_unit, "the samples of this epoch, or their order, have changed"
+            changed = f"an epoch now has {per_epoch} {unit}, {saved.epoch_batches} before" if is_longer else changed
+            done = f"the run goes on after {position.batches} of its {per_epoch} {unit}"
+            lines.append(f"note: {changed}; {done}: some samples may come twice in it, or not at all")
+        for line in lines:
+            task.console.print(line, soft_wrap=True)
         refuse_finished(state, position, task.total_steps, self.config.training.resume == AUTO)
         return position
 

@@ -89,7 +89,7 @@ def _hash(value: object) -> str:
 
 def settings_of(config: BaseModel) -> dict[str, str]:
     """Return every option but ``resume``, and the versions of what computes."""
-    versions = {"version of tandem": __version__}
+    versions = {"version of tandem": __version__} | {f"version of {name}": "not installed" for name in _PACKAGES}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             versions[f"version of {name}"] = version(name)
@@ -155,6 +155,10 @@ def changes_since(saved: Mapping[str, Any] | None, now: RunInputs, config: BaseM
     for key, content in now.contents.items():
         if saved["contents"].get(key, content) != content and key.removeprefix(_PART) not in lines:
             lines.setdefault(key, f"{key}: its files hold something else")
+    before, after = ({key.rpartition(": ")[0] for key in each} for each in (saved["settings"], now.settings))
+    either = sorted((before ^ after) - {""})
+    tables = [name for name in either if name.partition(",")[0] in (name, *(before & after))]  # no subset of another
+    lines |= {name: f"{name} {'added' if name in after else 'removed'}" for name in tables}
     if samples := sample_changes(saved["samples"], now.samples, now.names):
         lines["samples"] = f"dataset: {', '.join(samples)}"
     starts = {key: m for key, about in fields.items() for m in about.metadata if isinstance(m, AtStart)}
@@ -206,7 +210,9 @@ def sample_changes(before: Mapping[str, str], now: Mapping[str, str], names: Map
     for (noun, verb), keys in found.items():
         named = names_in_short([names[key] for key in keys if names.get(key)], _NAMED)
         lines += [f"{counted(len(keys), noun)} {verb}{f' ({named})' if named else ''}"] if keys else []
-    return lines
+    pairs = zip([key for key in before if key in now], [key for key in now if key in before], strict=True)
+    moved = sum(one != other for one, other in pairs)
+    return lines + [f"{counted(moved, unit)} in another order"] * bool(moved)
 
 
 def require_same(facts: Mapping[str, str], inputs: RunInputs | None = None) -> None:
@@ -225,7 +231,7 @@ def require_same(facts: Mapping[str, str], inputs: RunInputs | None = None) -> N
             keys = [key for key in first | theirs if first.get(key) != theirs.get(key)]
             values = [[_shown(each.get(key, "nothing")) for each in (theirs, first)] for key in keys]
             found = [f"{key} is {mine} instead of {other}" for key, (mine, other) in zip(keys, values, strict=True)]
-            found += sample_changes(rows, samples, names) or ["its samples in another order"] * ([*rows] != [*samples])
+            found += sample_changes(rows, samples, names)
             remedy = "start all with the same settings, data, model and versions"
             lines += [f"process {rank} differs from process 0: {'; '.join(found)}; {remedy}"] if found else []
         if os.environ.get("RANK", "0") == "0":  # the others end with it

@@ -78,6 +78,7 @@ class Pretraining(Task):
 
     verifies: ClassVar[bool] = False
     trained: ClassVar[str] = "model"
+    epoch_unit: ClassVar[str] = "windows"
     from_val_loss: ClassVar = {"perplexity": perplexity}
 
     plan: PretrainPlan

@@ -83,6 +83,7 @@ class Task(ABC):
     more_metrics: ClassVar[Sequence[str]] = ()
     from_val_loss: ClassVar[Mapping[str, Callable[[float], float]]] = {}
     throughput: tuple[str, int] = ("samples_per_s", 1)
+    epoch_unit: ClassVar[str] = "batches"  # what an epoch is counted in
     verifies: ClassVar[bool] = True  # what was saved last
     suffix: ClassVar[str] = ""  # of what is saved, a folder without one
     trained: ClassVar[str] = "LoRA"  # what is, in words

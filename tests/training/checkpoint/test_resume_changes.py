@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, get_args
 
@@ -97,6 +98,7 @@ def test_any_change_of_samples_is_counted() -> None:
         for name in [name for name in rows if draw.random() < 0.2]:
             del now[name]
         now |= {f"new{i}.png": [0] * len(ASPECTS) for i in range(draw.randrange(1, 4))}
+        now = dict(draw.sample([*now.items()], len(now))) if draw.random() < 0.5 else now
         before, after = RunInputs({}), RunInputs({})
         for inputs, samples in ((before, rows), (after, now)):
             for name, row in samples.items():
@@ -106,8 +108,60 @@ def test_any_change_of_samples_is_counted() -> None:
         for column, word in enumerate(ASPECTS):
             count = sum(rows[name][column] != row[column] for name, row in now.items() if name in rows)
             assert re.findall(rf"(\d+) {word}s? changed", found) == ([str(count)] if count else [])
+        kept = [[name for name in one if name in other] for one, other in ((rows, now), (now, rows))]
+        moved = sum(one != other for one, other in zip(*kept, strict=True))
+        assert re.findall(r"(\d+) images? in another order", found) == ([str(moved)] if moved else [])
         for word, count in (("added", len(now.keys() - rows.keys())), ("removed", len(rows.keys() - now.keys()))):
             assert re.findall(rf"(\d+) images? {word}", found) == ([str(count)] if count else [])
+
+
+def test_packages_and_tables_that_only_one_of_the_two_runs_has_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, config = random.Random(0), load_for(LORA, SCRIPTS["images"][1])
+    packages = [key for key in settings_of(config) if key.startswith("version of ") and not key.endswith(" tandem")]
+    for _ in range(20):
+        runs: list[tuple[RunInputs, set[str]]] = []
+        for _ in range(2):
+            has = {name for name in packages if draw.random() < 0.8}
+
+            def version(package: str, has: set[str] = has) -> str:
+                if f"version of {package}" not in has:
+                    raise PackageNotFoundError(package)
+                return "1.0"
+
+            monkeypatch.setattr("library.training.run_inputs.version", version)
+            counts, subset = [draw.randrange(1, 4) for _ in range(draw.randrange(1, 4))], "[[datasets.subsets]]\n"
+            text = "".join("[[datasets]]\nresolution = 64\n" + f'{subset}image_dir = "."\n' * count for count in counts)
+            (tmp_path / "d.toml").write_text(text)
+            tables = dataset_settings(load_dataset_config(tmp_path / "d.toml", config.dataset))
+            has |= {f"dataset {i}" for i in range(1, len(counts) + 1)}
+            has |= {f"dataset {i}, subset {j}" for i, count in enumerate(counts, 1) for j in range(1, count + 1)}
+            runs.append((RunInputs(settings_of(config) | tables), has))
+        (before, had), (now, has) = runs
+        came, went = '"not installed" -> "1.0"', '"1.0" -> "not installed"'
+        wanted = {f"{each} {came if each in has else went}" for each in (has ^ had) & {*packages}}
+        of_it = {each for each in (has ^ had) - {*packages} if each.partition(",")[0] in {each, *(has & had)}}
+        wanted |= {f"{each} {'added' if each in has else 'removed'}" for each in of_it}
+        assert sorted(changes_since(asdict(before), now, config)) == sorted(f"{line}: from now on" for line in wanted)
+        lacking = {key: value for key, value in before.settings.items() if "version of" not in key or "torch" in key}
+        said = changes_since(asdict(before) | {"settings": lacking}, now, config)
+        assert not any("version of" in line and "torch" not in line for line in said), "of an earlier version's state"
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_conversations_in_another_order_are_told(at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = chat_runs.write_place(tmp_path)
+    settings: dict[str, Any] = {"save_state": True, "gradient_accumulation_steps": 1}
+    chat_runs.run(place, tmp_path / "out", **settings, max_train_steps=at)
+    records = (place / "data.jsonl").read_text().splitlines()
+    (place / "data.jsonl").write_text("\n".join(reversed(records)) + "\n")
+    capsys.readouterr()
+    chat_runs.run(place, tmp_path / "out", **settings, max_train_steps=6, resume="auto")
+    said = capsys.readouterr().out
+    assert "resume: dataset: 8 conversations in another order: from now on" in said
+    line = "note: the samples of this epoch, or their order, have changed; the run goes on after 2 of its 4 batches"
+    assert (line in said) == (at == 2), "within an epoch, not between two"
 
 
 def rates(folder: Path, prefix: str = "lr/") -> dict[int, list[float]]:
