@@ -166,7 +166,7 @@ def test_what_the_programs_do_by_default_is_what_happens(here: Path) -> None:
          "datasets": [{"folder_path": "images"}]}]}}  # fmt: skip
     call(migrate_config, "--save_to", "a.toml", str(write(bare, "ai-toolkit", here)))
     ours = load_config(["--config_file", "a.toml"])
-    assert (ours.network.network_dim, ours.network.network_alpha) == (4, 1.0)
+    assert (ours.network.network_dim, ours.network.network_alpha) == (4, 4)
     assert (ours.optimizer.learning_rate, ours.training.max_train_steps) == (1e-6, 1000)
     assert (ours.training.mixed_precision, ours.training.gradient_checkpointing) == ("no", True)
     assert ours.flow.timestep_sampling == "sigmoid"
@@ -239,7 +239,22 @@ def test_every_key_is_in_the_result_or_in_a_line(here: Path, program: str, seed:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_tables_name_keys_that_are_there(program: str) -> None:
     tables = read_toml(FOLDER / f"{program.lower()}.toml")[0]
-    columns = {"to", "text", "values", "but", "add", "option", "when", "off", "why", "idle", "default", "like", "area"}
+    columns = {
+        "to",
+        "text",
+        "values",
+        "but",
+        "add",
+        "option",
+        "when",
+        "off",
+        "why",
+        "idle",
+        "per",
+        "default",
+        "like",
+        "area",
+    }
     parts = [(key, "dataset" if key.startswith(tables["datasets"]) else "training") for key in tables["entry"]]
     assert all(key.removeprefix(f"{tables['datasets']}.*.") in tables[part] for key, part in parts)
     for part, known in (("training", fields(LORA).keys()), ("dataset", DATASET_KEYS | SUBSET_KEYS)):
@@ -440,6 +455,49 @@ def test_what_a_run_refuses_is_said_and_the_rest_is_written(here: Path) -> None:
     assert notes["concepts.0.num_repeats"].text == "not taken: 2.5 does not fit; it is 1"
     assert "set class_tokens" in notes["concepts.0.text.prompt_source"].text
     assert "concepts.0.num_repeats: 2.5 does not fit" in (here / "my_dataset.toml").read_text()
+
+
+@pytest.mark.parametrize("given", [{}, {"alpha": 4}, {"linear": 8}, {"linear": 16, "linear_alpha": 4}, {"rank": 6}])
+@pytest.mark.parametrize("kind", ["lora", "lokr"])
+def test_rank_and_alpha_are_what_ai_toolkit_trains_with(here: Path, kind: str, given: dict[str, int]) -> None:
+    """toolkit/lora_special.py: alpha is the rank for transformers; config_modules.py: LoKr is full unless told not to.
+
+    models/lokr.py: its large matrix is one where the rank is half of its longer side or more.
+    """
+    data = ai_toolkit({"arch": "flux"})
+    rank = given.get("rank", given.get("linear", 4))
+    for full in (None, True, False):
+        network = {"type": kind, **given} | ({} if full is None else {"lokr_full_rank": full})
+        data["config"]["process"][0]["network"] = network
+        notes = notes_of(data, "ai-toolkit", here)
+        ours = load_config(["--config_file", "my.toml"]).network
+        assert ours.network_type == kind
+        assert ours.network_dim == ours.network_alpha
+        assert ours.network_dim == rank if kind == "lora" or full is False else ours.network_dim > 100_000
+        assert {f"network.{key}" for key in network} <= notes.keys()
+        assert all(
+            "alpha" in note.text for key, note in notes.items() if key in ("network.alpha", "network.linear_alpha")
+        )
+
+
+@pytest.mark.parametrize(("key", "each"), product(("gradient_accumulation", "gradient_accumulation_steps"), (1, 3, 4)))
+def test_steps_of_ai_toolkit_are_as_many_updates_as_there(here: Path, key: str, each: int) -> None:
+    """BaseSDTrainProcess.py: a step is one backward pass with gradient_accumulation_steps, else one update."""
+    data = ai_toolkit({"arch": "flux"})
+    train = {"steps": 3000, key: each, "lr_scheduler": "constant_with_warmup"}
+    data["config"]["process"][0] |= {"train": train, "save": {"save_every": 250}, "sample": {"prompts": ["x"]}}
+    notes_of(data, "ai-toolkit", here)
+    ours = load_config(["--config_file", "my.toml"])
+    updates, waiting = 0, 1
+    for _ in range(3000):  # its loop
+        if waiting >= (each if key.endswith("steps") else 1):
+            updates, waiting = updates + 1, 0
+        waiting += 1
+    assert (ours.training.max_train_steps, ours.training.gradient_accumulation_steps) == (updates, each)
+    share = updates / 3000
+    assert ours.saving.save_every_n_steps == int(250 * share)
+    assert ours.sampling.sample_every_n_steps == int(100 * share)  # unset there
+    assert ours.optimizer.lr_warmup_steps == int(1000 * share)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -10,6 +10,7 @@ key with no such row, and no row of its own, is not taken. A row has
     values   value there -> value here, or a table of several keys here; others are not taken
     but      value there, or "*" for any -> what is different with it
     add      added to a number
+    per      a key that says how many steps there are one here
     area     a number of megapixels becomes the side of their square, in multiples of this
     option   what is written after the sample prompts, "--w {}"
     when     another key, and its values with which this one has an effect
@@ -195,7 +196,7 @@ def _translate_keys(
             notes.append(Note(where + key, outcome, text, to="" if where else next(iter(meant), "")))
         else:
             whose = "as outside the dataset" if key in outer else f"the default of {tables['program']}"
-            source = f"{key} is unset, so {_word(both[key])}, {whose}"
+            source = f"{key} is unset, so {_word(both[key])}, {whose}{''.join(text.partition('; ')[1:])}"
             notes.extend(Note(where + to, "default", source) for to in meant)
             if outcome == "refused":
                 notes.append(Note(where + key, outcome, f"{text} ({source})"))
@@ -241,6 +242,9 @@ def _meaning(row: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> tu
     value = values[word] if values else value
     try:
         value = float(value) + row["add"] if "add" in row else value
+        there = _word(given.get(row.get("per")))
+        if there.isdigit() and int(there) > 1 and float(value) >= 1:
+            value, but = max(1, int(value) // int(there)), {"*": f"; {there} steps there are one here"}
         value = round(math.sqrt(float(value) * 1e6) / row["area"]) * row["area"] if "area" in row else value
     except (TypeError, ValueError, OverflowError):
         return "refused", f"not taken: {value!r} is no number", {}
