@@ -383,15 +383,14 @@ def _read_subset(file: _File, dataset: int, number: int, inherited: dict[str, An
     name = f"subset {number + 1}" if len(tables) == 1 else f"dataset {dataset + 1}, subset {number + 1}"
     table = tables[dataset]["subsets"][number]
     own = _checked(file, name, table, is_subset=True, takes_files=True)
-    values = inherited | own
-    folders_inside = {"image_dir", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"}
-    if own.get("recursive") and values.get("metadata_file") and not folders_inside & values.keys():
-        raise UserError(f"{file.path}: {name}: recursive: has no effect, metadata_file lists the images; remove it")
-    return _build_subset(file, f"{file.path}: {name}", values, own, is_musubis(table))
+    return _build_subset(file, f"{file.path}: {name}", inherited | own, own, is_musubis(table))
 
 
 def _build_subset(file: _File, where: str, values: dict[str, Any], own: dict[str, Any], of_musubi: bool) -> Subset:
     """Return the subset with all its ``values``; ``own`` are those of them that are not inherited."""
+    folders_inside = {"image_dir", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"}
+    if own.get("recursive") and values.get("metadata_file") and not folders_inside & values.keys():
+        raise UserError(f"{where}: recursive: has no effect, metadata_file lists the images; remove it")
     values = {"multiline_captions": of_musubi and not values.get("enable_wildcard")} | values
     settings = SubsetSettings.model_validate(_without_idle_words(where, values, own))
     if settings.image_dir is None and settings.metadata_file is None:

@@ -26,10 +26,10 @@ import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 from library.config.markers import is_nothing
 from library.config.model_types import ConditionKind
@@ -46,8 +46,9 @@ _ENTRY_KEYS = ("image_path", "caption", "tags", "image_size")  # the last is sd-
 
 _CAPTIONS = (".txt", ".caption", ".cap", ".tags")
 _OF_TRAINERS = (".npz", ".safetensors", ".json", ".jsonl", ".toml", ".yaml")  # caches, and what describes datasets
+_LABELS = ("-masklabel", "-condlabel")  # OneTrainer's, beside an image: its mask, and what a fill model is shown
 _MOST_NAMED = 3
-_Listing = tuple[dict[str, Stats], dict[str, list[str]]]  # of _list_images
+_Listing = tuple[Path, dict[str, Stats], dict[str, list[str]], dict[str, list[str]]]  # of _list_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +120,9 @@ def _note_trigger(subset: Subset, found: list[Source], warnings: list[str]) -> N
 def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, warnings: list[str]) -> list[Source]:
     if subset.control_dir is not None:
         without = [source for source in found if not source.control_images]
-        notes = [] if subset.metadata_file else warnings  # a metadata file may list part of what lies there
-        names, recursive = [s.name for s in without], subset.settings.recursive
-        controls = _find_control_images(subset.where, subset.control_dir, recursive, names, index, notes)
+        notes = warnings if len(without) == len(found) else []  # what control_path names may lie there too
+        stems, recursive = [_companion(subset, source) for source in without], subset.settings.recursive
+        controls = _find_control_images(subset.where, subset.control_dir, recursive, stems, index, notes)
         of_folder = {source.name: files for source, files in zip(without, controls, strict=True)}
         found = [replace(source, control_images=source.control_images or of_folder[source.name]) for source in found]
     missing = [source.name for source in found if not source.control_images]
@@ -148,59 +149,83 @@ def _find_masks(
     folder: Path | None = getattr(subset, attribute)
     if folder is None:
         return [None] * len(sources)
-    recursive = subset.settings.recursive
-    files, masks = _list_images(folder, recursive)
-    stems = [_companion(source.name, recursive) for source in sources]
-    missing = [source.name for its_stem, source in zip(stems, sources, strict=True) if its_stem not in masks]
-    if missing:
-        raise UserError(f"{subset.where}: no mask in {key} {folder} for {_some_of(missing, len(sources))}; {remedy}")
-    names = [_only(masks[its_stem], f"{subset.where}: {key} {folder}") for its_stem in stems]
-    _note_unused(subset.where, "masks", folder, files, set(names), warnings)
-    return [index.image(f"{folder}{os.sep}{name}", files[name]) for name in names]
+    recursive, beside = subset.settings.recursive, folder == subset.image_dir
+    files = list_folder(folder, recursive)
+    files = {name: files[name] for name in _masks_among(subset, files)} if beside else files
+    by_stem = defaultdict[str, list[str]](list)
+    for name in filter(is_image, files):
+        by_stem[stem(name).removesuffix(_LABELS[0])].append(name)
+    stems = [_companion(subset, source) for source in sources]
+    meant, holder = _alike(stems, by_stem), f"{subset.where}: {key} {folder}"
+    found = [[name for one in meant[its_stem] for name in by_stem[one]] for its_stem in stems]
+    if missing := [source.name for names, source in zip(found, sources, strict=True) if not names]:
+        some = _some_of(missing, len(sources))
+        if not beside or subset.inpainting is not None:
+            raise UserError(f"{subset.where}: no mask in {key} {folder} for {some}; {remedy}")
+        warnings.append(f"{subset.where}: no {_LABELS[0]} file for {some}, which count whole, as in OneTrainer")
+    used = [_only(names, holder) if names else None for names in found]
+    _note_unused(subset.where, "masks", folder, files, set(filter(None, used)), warnings)
+    return [None if name is None else index.image(f"{folder}{os.sep}{name}", files[name]) for name in used]
 
 
 def _find_control_images(
-    where: str, folder: Path, recursive: bool, images: Sequence[str], index: FileIndex, warnings: list[str]
+    where: str, folder: Path, recursive: bool, stems: Sequence[str], index: FileIndex, warnings: list[str]
 ) -> list[tuple[SourceFile, ...]]:
-    """Return the control images of every image in their order; none for an image without."""
+    """Return the control images of every image's stem in their order; none for an image without."""
     files = list_folder(folder, recursive)
-    stems = [_companion(name, recursive) for name in images]
-    known, used = set(stems), set[str]()
+    names = list(filter(is_image, files))
+    numbered = {name: match for name in names if (match := _NUMBERED.fullmatch(stem(name)))}
+    there = {*map(stem, names), *(match[1] for match in numbered.values())}
+    meant, used = {one: owner for owner, alike in _alike(stems, there).items() for one in alike}, set[str]()
     of_image: dict[str, dict[int, str]] = defaultdict(dict)  # stem -> number -> name; -1: of the image's own name
-    for name in filter(is_image, files):
-        its_stem = stem(name)
-        match = None if its_stem in known else _NUMBERED.fullmatch(its_stem)
-        owner, number = (match[1], int(match[2])) if match else (its_stem, -1)
-        if owner in known:
+    for name in names:
+        match = None if stem(name) in meant else numbered.get(name)
+        owner, number = (meant.get(match[1]), int(match[2])) if match else (meant.get(stem(name)), -1)
+        if owner is not None:
             used.add(name)
             other = of_image[owner].setdefault(number, name)
             _only(sorted({other, name}), f"{where}: control_directory {folder}", "number" if match else "name")
     found: list[tuple[SourceFile, ...]] = []
     for its_stem in stems:
-        names = dict(sorted(of_image.get(its_stem, {}).items()))
-        if -1 in names and len(names) > 1:
-            both = " and ".join([*names.values()][:2])
+        ordered = dict(sorted(of_image.get(its_stem, {}).items()))
+        if -1 in ordered and len(ordered) > 1:
+            both = " and ".join([*ordered.values()][:2])
             raise UserError(f"{where}: control_directory {folder} holds {both}; number all of an image's or none")
-        missing = next((n for n in range(len(names)) if n not in names), None)
-        if missing is not None and -1 not in names:
+        missing = next((n for n in range(len(ordered)) if n not in ordered), None)
+        if missing is not None and -1 not in ordered:
             named = f"{its_stem}_{missing}"
             raise UserError(f"{where}: control_directory {folder} holds no {named} but higher numbers; count from 0")
-        found.append(tuple(index.image(f"{folder}{os.sep}{name}", files[name]) for name in names.values()))
+        found.append(tuple(index.image(f"{folder}{os.sep}{name}", files[name]) for name in ordered.values()))
     _note_unused(where, "control images", folder, files, used, warnings)
     return found
 
 
-def _companion(name: str, recursive: bool) -> str:
+def _companion(subset: Subset, source: Source) -> str:
     """The stem of what belongs to an image: with its folders where those are mirrored."""
-    return stem(name if recursive else PurePath(name).name)
+    base = subset.image_dir or (subset.metadata_file or Path()).parent
+    inside = stem(source.image.path).removeprefix(f"{base}{os.sep}")
+    return inside if subset.settings.recursive else PurePath(inside).name
 
 
-def _list_images(folder: str | Path, recursive: bool = False) -> _Listing:
-    """Return a folder's files, and stem -> names of its images."""
-    files, by_stem = list_folder(folder, recursive), defaultdict[str, list[str]](list)
+def _list_images(folder: Path) -> _Listing:
+    """Return a folder as it is spelled, its files, and both stems and :func:`_folded` names and stems -> its images."""
+    folder = _as_spelled(folder)
+    files = list_folder(folder) if folder.is_dir() else {}
+    by_stem, folded = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     for name in filter(is_image, files):
         by_stem[stem(name)].append(name)
-    return files, by_stem
+        for alike in {_folded(name), _folded(stem(name))}:
+            folded[alike].append(name)
+    return folder, files, by_stem, folded
+
+
+def _as_spelled(folder: Path) -> Path:
+    """Return the folder that is there, where a name on its path differs in case or in Unicode's form alone."""
+    if folder.is_dir() or not folder.name:
+        return folder
+    parent = _as_spelled(folder.parent)
+    near = [one for one in parent.iterdir() if _folded(one.name) == _folded(folder.name)] if parent.is_dir() else []
+    return near[0] if len(near) == 1 else parent / folder.name
 
 
 def _only(names: Sequence[str], holder: str, what: str = "name", remedy: str = "remove one") -> str:
@@ -230,8 +255,8 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
         if strange := [name for name in files if is_image(name) and name not in subset.only]:
             warnings.append(f"{subset.where}: left out, as the base has not painted them: {names_in_short(strange)}")
         files = {name: stats for name, stats in files.items() if stem(name) in map(stem, subset.only)}
-    names = [name for name in files if is_image(name)]
-    inside = [] if recursive else list(filter(is_image, files_inside(folder, besides)))
+    names = _pictures(files)
+    inside = [] if recursive else _pictures(files_inside(folder, besides))
     if not names:
         hint = f"{len(inside)} in the folders inside ({inside[0]}, ...); set recursive = true" if inside else ""
         raise UserError(
@@ -244,7 +269,7 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
             f"({names_in_short(inside, _MOST_NAMED)}); set recursive = true to train on them"
         )
     captions = captions_beside(files, subset, refuse=refusals is None)
-    if others := left_out(files, names, dangling, set(captions.values())):
+    if others := left_out(files, names, dangling, {*captions.values(), *_masks_among(subset, files)}):
         warnings.append(f"{subset.where}: {others}")
     found: list[Source] = []
     without: list[str] = []
@@ -270,23 +295,30 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
 def captions_beside(files: Collection[str], subset: Subset, refuse: bool = True) -> dict[str, str]:
     """Return image -> its caption, of those ``files`` of a folder that are images and have one.
 
-    That is the file of the image's stem. Without one it is the file whose name differs from that in upper and lower
-    case or in Unicode's form alone ("É" may be one character or two), if it is no other image's.
+    That is the file of the image's stem, or one that is alike, as :func:`_alike` has it.
 
     Raises:
         UserError: with ``refuse``, several files could be an image's caption.
     """
     wanted = {name: stem(name) + caption_suffix(subset) for name in files if is_image(name)}
-    found = {name: caption for name, caption in wanted.items() if caption in files and caption != name}
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name in set(files) - wanted.keys() - set(found.values()):
-        alike[_folded(name)].append(name)
-    for name, caption in wanted.items():
-        if name not in found and (near := alike.get(_folded(caption))):
-            if len(near) > 1 and refuse:
-                raise UserError(f"{subset.where}: {names_in_short(near)} could all be the caption of {name}; keep one")
-            found[name] = near[0]
-    return found
+    meant = _alike(wanted.values(), set(files) - wanted.keys())
+    if several := next((name for name, caption in wanted.items() if refuse and len(meant[caption]) > 1), None):
+        near = names_in_short(meant[wanted[several]])
+        raise UserError(f"{subset.where}: {near} could all be the caption of {several}; keep one")
+    return {name: meant[caption][0] for name, caption in wanted.items() if meant[caption]}
+
+
+def _alike(wanted: Collection[str], there: Collection[str]) -> dict[str, list[str]]:
+    """Return which of the names ``there`` each of the ``wanted`` means.
+
+    That is the same one. Without it those that differ from it in upper and lower case or in Unicode's form alone ("É"
+    may be one character or two), if no other of the ``wanted`` could mean them.
+    """
+    known, near = set(there), defaultdict[str, list[str]](list)
+    for name in sorted(known.difference(wanted)):
+        near[_folded(name)].append(name)
+    rivals = Counter(map(_folded, {*wanted} - known))
+    return {name: [name] if name in known else near[_folded(name)] * (rivals[_folded(name)] == 1) for name in wanted}
 
 
 def _folded(name: str) -> str:
@@ -301,7 +333,7 @@ def uncaptioned(subset: Subset) -> dict[Path, Path]:
         raise UserError(f"{subset.where}: caption_extension {suffix!r} is that of an image; name another, as '.txt'")
     files = list_folder(folder, subset.settings.recursive, [path for path in subset.companion_dirs if path != folder])
     captions = captions_beside(files, subset)
-    without = [name for name in files if is_image(name) and name not in captions]
+    without = [name for name in _pictures(files) if name not in captions]
     return {folder / name: folder / (stem(name) + suffix) for name in without}
 
 
@@ -355,7 +387,7 @@ def _from_metadata(
     file = subset.metadata_file
     assert file is not None
     base = subset.image_dir or file.parent
-    folders: dict[str, _Listing] = {}
+    folders: dict[Path, _Listing] = {}
     found: list[Source] = []
     unknown: Counter[str] = Counter()
     refused = refused_condition_keys(conditioning).get("control_directory")
@@ -373,25 +405,34 @@ def _from_metadata(
     if unknown:
         said = [f"{key!r} ({n} of {len(found)}){did_you_mean(key, _ENTRY_KEYS)}" for key, n in unknown.items()]
         warnings.append(f"{file}: keys that nothing reads: {names_in_short(said, 20)}")
+    if subset.image_dir is not None:
+        paths, within = [file.path for source in found for file in source.files], f"{base}{os.sep}"
+        listed = [path.removeprefix(within) for path in paths if path.startswith(within)]
+        recursive = subset.settings.recursive or any(os.sep in name for name in listed)
+        besides, dangling = [path for path in subset.companion_dirs if path != base], list[str]()
+        files = list_folder(base, recursive, besides, dangling)
+        if others := left_out(files, listed, dangling, _masks_among(subset, files), by="metadata_file"):
+            warnings.append(f"{subset.where}: {others}")
     return sorted(found, key=lambda source: source.name)
 
 
 def _listed_file(
-    base: Path, name: str, what: str, where: str, folders: dict[str, _Listing], index: FileIndex
+    base: Path, name: str, what: str, where: str, folders: dict[Path, _Listing], index: FileIndex
 ) -> SourceFile:
     """The record of an image that a metadata entry names; a relative path must stay below ``base``.
 
     ``folders`` remembers what was listed.
     """
     path = written_path(name, f"{where}: {what}")
-    full = os.path.normpath(base / path)
-    if not path.is_absolute() and not os.path.realpath(full).startswith(os.path.realpath(base) + os.sep):
+    full = Path(os.path.normpath(base / path))
+    if full.parent not in folders:
+        folders[full.parent] = _list_images(full.parent)
+    folder, files, by_stem, folded = folders[full.parent]
+    written = full.name
+    real = os.path.realpath(folder / written)
+    if not path.is_absolute() and not real.startswith(os.path.realpath(base) + os.sep):
         raise UserError(f"{where}: {what} {name!r} lies outside {base}; write its absolute path")
-    folder, written = os.path.split(full)
-    if folder not in folders:
-        folders[folder] = _list_images(folder) if Path(folder).is_dir() else ({}, {})
-    files, by_stem = folders[folder]
-    alike = [written] if written in files else by_stem.get(written)  # sd-scripts' tools write stems
+    alike = [written] if written in files else by_stem.get(written) or folded.get(_folded(written))
     if alike is None:
         near = did_you_mean(written, files) or f"; it is looked for in {folder}"
         raise UserError(f"{where}: {what} {name!r} does not exist{near}")
@@ -465,23 +506,36 @@ def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> tupl
 
 
 def left_out(
-    files: Collection[str], images: Sequence[str], dangling: Sequence[str] = (), captions: Collection[str] = ()
+    files: Collection[str],
+    images: Sequence[str],
+    dangling: Sequence[str] = (),
+    used: Collection[str] = (),
+    by: Literal["caption_extension", "metadata_file"] = "caption_extension",
 ) -> str:
     """Return "2 files left out: b.txt (captions without an image)"; "" where there is none worth naming."""
     reasons: dict[str, list[str]] = defaultdict(list)
-    stems = set(map(stem, images))
-    for name in sorted({*files}.difference(images, captions)):
+    stems = set(map(stem, images if by == "caption_extension" else filter(is_image, files)))
+    for name in sorted({*files}.difference(images, used)):
         suffix = f".{name.rpartition('.')[2].lower()}"
         if suffix in _CAPTIONS:
-            unread = "captions that are not read; caption_extension says which are"
+            unread = f"captions that are not read; {by} says which are"
             reasons[unread if stem(name) in stems else "captions without an image"].append(name)
+        elif suffix in IMAGE_SUFFIXES and stem(name).endswith(_LABELS):
+            reasons[f"of OneTrainer; conditioning_data_dir = image_dir takes {_LABELS[0]} files as masks"].append(name)
         elif suffix in IMAGE_SUFFIXES:
-            reasons["images in no folder called like '10_name'"].append(name)
+            listed = by == "metadata_file"
+            reasons["not in metadata_file" if listed else "images in no folder called like '10_name'"].append(name)
         elif suffix not in _OF_TRAINERS:
             reasons["not read; save pictures as PNG or JPEG"].append(name)
     reasons["pipes, devices, or links that lead nowhere"] += sorted(dangling)
     parts = [f"{names_in_short(names, _MOST_NAMED)} ({why})" for why, names in reasons.items() if names]
     return f"{counted(sum(map(len, reasons.values())), 'file')} left out: {'; '.join(parts)}" if parts else ""
+
+
+def _masks_among(subset: Subset, files: Iterable[str]) -> list[str]:
+    """Return the masks among the ``files`` of a subset's folder, if it is the folder of its masks too."""
+    is_theirs = subset.image_dir in (subset.mask_dir, subset.inpaint_mask_dir)
+    return [name for name in files if is_theirs and is_image(name) and stem(name).endswith(_LABELS[0])]
 
 
 def _some_of(names: Sequence[str], total: int) -> str:
@@ -499,6 +553,11 @@ def note_frames(where: str, sources: Sequence[Source]) -> list[str]:
 def is_image(name: str) -> bool:
     """Whether a file name has the suffix of a format that can be read."""
     return f".{name.rpartition('.')[2].lower()}" in IMAGE_SUFFIXES  # pathlib takes seconds for 100,000 names
+
+
+def _pictures(files: Iterable[str]) -> list[str]:
+    """Return the names of images that are no masks or conditions as OneTrainer has them beside images."""
+    return [name for name in files if is_image(name) and not stem(name).endswith(_LABELS)]
 
 
 def stem(name: str) -> str:

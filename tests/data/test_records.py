@@ -247,3 +247,93 @@ def test_a_check_without_a_model_knows_what_kind_the_dataset_is_for(tmp_path: Pa
             flat = f"[[datasets]]\nresolution = 64\nimage_jsonl_file = '{name}'\n"
             (tmp_path / "dataset.toml").write_text(flat)
             assert conditioning_of(toml, PLAIN) == kind
+
+
+_E = {form: unicodedata.normalize(form, "Été") for form in ("NFC", "NFD")}
+
+
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize(("image", "other"), [(_E["NFC"], _E["NFD"]), (_E["NFD"], _E["NFC"].upper()), ("I", "i")])
+def test_masks_control_images_and_records_are_found_as_captions_are(
+    tmp_path: Path, image: str, other: str, record: bool
+) -> None:
+    """In another case or Unicode form, in folders inside too; not where that is another image's, or one of two."""
+    add_image(tmp_path / "img" / image, f"{image}.png", caption=None)
+    for folder in ("masks", "fills", "c1"):
+        add_image(tmp_path / folder / other, f"{other}.PNG" if folder == "masks" else f"{other}.png", caption=None)
+    add_image(tmp_path / "c2" / other, f"{other}_0.png", caption=None)
+    add_image(tmp_path / "c2" / other, f"{other}_01.png", caption=None)
+    (tmp_path / "m.json").write_text(json.dumps({f"{other}/{other}.PNG": {"caption": "x"}, f"{other}/{other}": {}}))
+    subset = "recursive = true\nimage_dir = 'img'\nclass_tokens = 'x'\nconditioning_data_dir = 'masks'\n"
+    subset += "metadata_file = 'm.json'\n" if record else ""
+    for kind, key, folder, wanted in (
+        ("fill", "inpaint_mask_directory", "fills", [f"{other}.png"]),
+        ("references", "control_directory", "c1", [f"{other}.png"]),
+        ("references", "control_directory", "c2", [f"{other}_0.png", f"{other}_01.png"]),
+    ):
+        toml = write_toml(tmp_path, subset=f"{subset}{key} = '{folder}'")
+        found = scan(load_dataset_config(toml, PLAIN, kind), 0, 16)
+        assert len(found.train) == (2 if record else 1)
+        for sample in found.train:
+            assert Path(sample.image.path).name == f"{image}.png"
+            names = [Path(file.path).name for file in sample.files[1:]]
+            assert names == [f"{other}.PNG", *wanted]
+        assert not any("belong to no image" in line for line in found.warnings)
+    add_image(tmp_path / "img" / image, f"{other}.png", caption=None)  # which could mean it too
+    (tmp_path / "m.json").write_text(json.dumps({f"{image}/{one}.png": {"caption": "x"} for one in (image, other)}))
+    with pytest.raises(UserError, match="no mask in conditioning_data_dir"):
+        scanned(write_toml(tmp_path, subset=subset))
+
+
+def test_masks_of_onetrainer_lie_beside_their_images(tmp_path: Path) -> None:
+    """They are never trained on (OneTrainer's DataLoaderText2ImageMixin): masks where those are wanted, else named."""
+    for name in ("a.png", "b.png"):
+        add_image(tmp_path / "img/in", name)
+    for name in ("a-masklabel.png", "a-condlabel.png", "c-masklabel.png"):
+        add_image(tmp_path / "img/in", name, caption=None)
+    (tmp_path / "m.json").write_text(json.dumps({"in/a.png": {"caption": "x"}, "in/b.png": {"caption": "x"}}))
+    for more in ("", "\nmetadata_file = 'm.json'"):
+        subset = f"image_dir = 'img'\nrecursive = true{more}"
+        found = scanned(write_toml(tmp_path, subset=subset))
+        assert [Path(sample.image.path).name for sample in found.train] == ["a.png", "b.png"]
+        named = "in/a-condlabel.png, in/a-masklabel.png, in/c-masklabel.png (of OneTrainer; "
+        assert any(named in line for line in found.warnings)
+        found = scanned(write_toml(tmp_path, subset=f"{subset}\nconditioning_data_dir = 'img'"))
+        masks = [sample.mask and Path(sample.mask.path).name for sample in found.train]
+        assert masks == ["a-masklabel.png", None]
+        said = "\n".join(found.warnings)
+        assert "no -masklabel file for 1 of 2 images (in/b.png), which count whole" in said
+        assert "in/a-condlabel.png (of" in said
+        assert f"1 masks in {tmp_path}/img belong to no image (in/c-masklabel.png, ...)" in said
+        fill = write_toml(tmp_path, subset=f"{subset}\ninpaint_mask_directory = 'img'")
+        with pytest.raises(UserError, match=r"no mask in inpaint_mask_directory .* for 1 of 2 images \(in/b.png\)"):
+            scan(load_dataset_config(fill, PLAIN, "fill"), 0, 16)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_lies_beside_the_images_of_a_metadata_file_is_named(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    stems = [f"{folder}{letter}" for folder in ("", "sub/") for letter in "abcd"]
+    for name in stems:
+        add_image((tmp_path / "img" / name).parent, f"{name[-1]}.png", caption="x" if draw.random() < 0.5 else None)
+    listed = draw.sample(stems, 4)
+    (tmp_path / "m.json").write_text(json.dumps({f"{name}.png": {"caption": name} for name in listed}))
+    found = scanned(write_toml(tmp_path, subset="image_dir = 'img'\nmetadata_file = 'm.json'"))
+    assert sorted(sample.caption for sample in found.train) == sorted(listed)
+    inside = any("/" in name for name in listed)
+    there = [path for path in (tmp_path / "img").rglob("*.*") if inside or path.parent.name == "img"]
+    there = [path for path in there if ".tandem_cache" not in path.parts]
+    (line,) = found.warnings
+    assert f"{len(there) - sum(inside or '/' not in name for name in listed)} files left out: " in line
+    assert "(not in metadata_file)" in line
+
+
+def test_recursive_without_effect_is_refused_in_each_form(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    (tmp_path / "m.jsonl").write_text('{"image_path": "img/a.png", "caption": "x"}\n')
+    lines = "metadata_file = 'm.jsonl'\nrecursive = true"
+    toml = write_toml(tmp_path, subset=lines)
+    for text in (toml.read_text(), toml.read_text().replace("[[datasets.subsets]]\nmetadata_file", "image_jsonl_file")):
+        toml.write_text(text)
+        with pytest.raises(UserError, match="recursive: has no effect, metadata_file lists the images; remove it"):
+            load(toml)
