@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from library.errors import UserError
-from library.files import atomic_path, open_own, read_own
+from library.files import atomic_path, broken_link, open_own, read_own
 
 _FINGERPRINT_SLICES = 256  # evenly spaced slices hashed from a weight file ...
 _FINGERPRINT_SLICE_BYTES = 16384  # ... of this many bytes each: 4 MiB read from a file of any size
@@ -105,7 +105,7 @@ def fingerprint(path: str | Path) -> str:
     """
     root = Path(path)
     if not root.exists():
-        raise UserError(f"{path}: no such file or folder; check the path")
+        raise UserError(f"{path}: no such file or folder{broken_link(path)}; check the path")
     wanted = {".json", ".safetensors", ".txt", ".model"}
     files = (
         [f for f in shards_of(root) if f.is_file()]

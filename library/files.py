@@ -308,10 +308,16 @@ def reading(path: str | Path, remedy: str = "check the path") -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; {remedy}") from None
+        raise UserError(f"{path}: no such file{broken_link(path)}; {remedy}") from None
     except OSError as error:
         reason = "its symbolic links form a loop" if error.errno == errno.ELOOP else error.strerror
         raise UserError(f"{path}: cannot be read ({reason}); {remedy}") from error
+
+
+def broken_link(path: str | Path) -> str:
+    """Return of a ``path`` where nothing is ": x is a link to y", if that is the reason; else an empty string."""
+    broken = [each for each in (Path(path), *Path(path).parents) if each.is_symlink() and not each.exists()]
+    return f": {broken[-1]} is a link to {broken[-1].readlink()}" if broken else ""
 
 
 def _refuse_irregular(path: str | Path, remedy: str) -> None:

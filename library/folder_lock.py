@@ -19,6 +19,7 @@ from pathlib import Path
 from filelock import FileLock, SoftFileLock, Timeout
 
 from library.errors import UserError
+from library.files import broken_link
 
 LOCK, HOLDER = ".lock", ".holder"
 _SECONDS = 8.0  # within which the workers of a killed run, which have its lock too, see that it is gone
@@ -69,7 +70,8 @@ class FolderLock:
                 "another output_dir"
             ) from None
         except FileExistsError:
-            raise UserError(f"output_dir: {folder} is a file; choose another folder") from None
+            what = f"does not exist{link}" if (link := broken_link(folder)) else "is a file"
+            raise UserError(f"output_dir: {folder} {what}; choose another folder") from None
         except OSError as error:
             reason = error.strerror or error
             raise UserError(f"output_dir: {folder} cannot be written to ({reason}); choose another folder") from None

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from library.checksums import shards_of
 from library.errors import UserError, reason_of
-from library.files import atomic_path, keys_once, open_own, read_json, read_toml, reading
+from library.files import atomic_path, broken_link, keys_once, open_own, read_json, read_toml, reading
 from library.gguf_header import MAGIC, read_gguf_header
 
 MAX_HEADER_BYTES = 100_000_000
@@ -170,7 +170,7 @@ def weight_files(path: Path) -> list[Path]:
             raise UserError(f"{path}: one of {len(shards)} files, {missing[0]} is not beside it; download it too")
         return shards
     if not path.is_dir():
-        raise UserError(f"{path}: no such file or folder; check the path")
+        raise UserError(f"{path}: no such file or folder{broken_link(path)}; check the path")
     if index := find_index(path):
         shards = [path / name for name in shard_names(index)]
         for shard in shards:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 import threading
 import tomllib
 from collections.abc import Callable
@@ -18,9 +19,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from library.checksums import fingerprint, weights_fingerprint
+from library.config.schema import DatasetArguments
+from library.data.config import load_dataset_config
 from library.errors import UserError, exit_on_user_error
 from library.files import parse_json, read_bytes, read_json, read_json_lines, read_text, read_toml, toml_text
-from library.safetensors_io import read_safetensors_header, stream_safetensors
+from library.folder_lock import FolderLock
+from library.models.hub import find_model
+from library.models.inspection import weight_sets
+from library.safetensors_io import read_safetensors_header, stream_safetensors, weight_files
 
 READERS: list[Callable[[Path], object]] = [
     read_text,
@@ -69,6 +75,36 @@ def test_what_is_no_regular_file_is_told_at_once(
     assert f"{loop}: cannot be read (its symbolic links form a loop); " in refusal(read, loop)
     assert "/dev/zero: is a device, where a file is wanted; " in refusal(read, Path("/dev/zero"))
     assert "can be no file's name" in refusal(read, Path("a\0b"))
+
+
+def _dataset(path: Path) -> object:
+    toml_path = Path(tempfile.mkdtemp(), "broken.toml")
+    toml_path.write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '{path}'\n")
+    return load_dataset_config(toml_path, DatasetArguments(dataset_config=str(toml_path)))
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        *READERS,
+        fingerprint,
+        weight_files,
+        weight_sets,
+        lambda path: find_model(path, "--vae"),
+        lambda path: FolderLock(path, "a").acquire(),
+        _dataset,
+    ],
+)
+@pytest.mark.parametrize("given", ["link.json", "link.json/x", "loop"])
+def test_what_a_broken_link_names_is_told_with_the_link(
+    tmp_path: Path, take: Callable[[Path], object], given: str
+) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "link_json")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    said = refusal(take, tmp_path / given)
+    assert given == "loop" or f": {tmp_path / 'link.json'} is a link to {tmp_path / 'link_json'}; " in said
+    assert "did you mean" not in said
+    assert "is a file" not in said
 
 
 def test_a_file_of_gigabytes_is_no_configuration(tmp_path: Path) -> None:

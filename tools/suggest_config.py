@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import UserError, counted, exit_on_user_error
-from library.files import write_text
+from library.files import broken_link, write_text
 from library.models.hub import takes_parts
 from tools.command import answer_early, number, tool_parser
 
@@ -114,7 +114,7 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
         answer(options, "control_directory", "Folder of the images before", Path)
     for flag in ("images", "control_directory"):
         if (given := getattr(options, flag)) is not None and not given.exists():
-            raise UserError(f"--{flag} {given}: does not exist; give a folder that does")
+            raise UserError(f"--{flag} {given}: does not exist{broken_link(given)}; give a folder that does")
     if kind == "subject":
         answer(options, "trigger_word", "Word that will call the subject up")
         answer(options, "class_word", "Word for what it is (person, dog)")

@@ -32,7 +32,7 @@ from library.config.model_types import Blank, ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.masks import MASK_KINDS, MaskKind
 from library.errors import UserError, did_you_mean
-from library.files import read_toml, written_path
+from library.files import broken_link, read_toml, written_path
 
 DEFAULT_VARIANTS = 4  # generated masks of an image: each costs as much cache and encoding as the image itself
 _MASK_SOURCES = ("inpaint_mask_directory", "inpaint_alpha_mask", "inpaint_masks")
@@ -519,5 +519,7 @@ def _find_path(where: str, key: str, value: str, toml_dir: Path, kind: str) -> P
             raise UserError(f"{where}: {key} {value!r} is a {other}; name a {kind}")
     parent = next((c.parent for c in candidates if c.parent.is_dir()), None)
     siblings = [str(written.with_name(entry.name)) for entry in parent.iterdir()] if parent else []
-    near = did_you_mean(str(written), siblings) or "; it is looked for beside the TOML, then in the working directory"
+    link = next(filter(None, map(broken_link, candidates)), "")
+    near = "" if link else did_you_mean(str(written), siblings)
+    near = near or f"{link}; it is looked for beside the TOML, then in the working directory"
     raise UserError(f"{where}: {key} {value!r} does not exist{near}")

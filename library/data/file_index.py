@@ -43,6 +43,7 @@ _REDUCED = 256  # pixels a side that a check decodes JPEGs to, several times as 
 
 
 Stats = tuple[int, int, int]  # bytes, mtime_ns, ctime_ns
+UNKNOWN: Stats = (0, 0, 0)
 Read = Callable[[str], Sequence[Any] | None]  # of a file's path: what is to be remembered, None for nothing
 Start = Callable[[int], Callable[[int], None]]  # start(total) -> advance(n)
 
@@ -76,16 +77,18 @@ _OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "_
 
 
 def list_folder(
-    folder: str | Path, recursive: bool = False, besides: Iterable[Path] = (), dangling: list[str] | None = None
+    folder: str | Path, recursive: bool = False, besides: Iterable[Path] = (), others: dict[str, bool] | None = None
 ) -> dict[str, Stats]:
     """Return name -> ``Stats`` of the files in ``folder``, sorted by name; hidden and system files left out.
+
+    Links that lead nowhere, pipes, sockets and devices are files whose ``Stats`` are 0: reading one tells what it is.
 
     Args:
         folder: where to look.
         recursive: also in the folders inside; a file there is named "sub/name". A folder that links lead to twice is
             read once.
         besides: folders inside that are not looked into.
-        dangling: names of links that lead nowhere, pipes, sockets and devices are added.
+        others: these are put here instead, name -> False, and folders, name -> True.
     """
     files: dict[str, Stats] = {}
     for name, entry in _walk(folder, recursive, besides):
@@ -93,8 +96,10 @@ def list_folder(
             with suppress(FileNotFoundError):  # deleted since it was listed
                 stat = entry.stat()
                 files[name] = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-        elif dangling is not None and not _is(entry.is_dir):
-            dangling.append(name)
+        elif others is not None:
+            others[name] = _is(entry.is_dir)
+        elif not _is(entry.is_dir):
+            files[name] = UNKNOWN
     return dict(sorted(files.items()))
 
 

@@ -14,6 +14,7 @@ gives its upright size before.
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import warnings
@@ -155,6 +156,7 @@ def formats() -> tuple[str, ...]:
 
 
 def _open(source: str | io.BytesIO, name: str) -> OpenImage:
+    """Open an image; an OSError with the system's number is left to who reads. EINVAL: Pillow follows a bad offset."""
     try:
         image = Image.open(source, formats=formats())
         if image.width * image.height > MAX_PIXELS:
@@ -164,6 +166,8 @@ def _open(source: str | io.BytesIO, name: str) -> OpenImage:
     except Image.UnidentifiedImageError:
         raise UserError(f"{name}: not an image that can be read; replace or remove it") from None
     except Exception as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # of the disk, not of what it holds
+            raise
         raise UserError(f"{name}: damaged image ({reason_of(error)}); replace or remove it") from error
     return image
 

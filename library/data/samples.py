@@ -346,9 +346,9 @@ def _beside_numbered(config: DatasetConfig) -> list[str]:
     roots = dict.fromkeys((folder / subset.written_dir).parent for subset in subsets) if config.path.name == "*" else ()
     lines, known = [], [path for one in subsets for path in (one.image_dir, *one.companion_dirs) if path is not None]
     for root in roots:
-        dangling = list[str]()
-        files = list(list_folder(root, dangling=dangling))
+        others = dict[str, bool]()
+        files = list(list_folder(root, others=others))
         files += filter(is_image, files_inside(root, [*known, *(other for other in roots if other != root)]))
-        if others := left_out(files, (), dangling):
-            lines.append(f"{root}: {others}")
+        if unread := left_out(files, (), others):
+            lines.append(f"{root}: {unread}")
     return lines

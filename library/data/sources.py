@@ -26,7 +26,7 @@ import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -35,7 +35,7 @@ from library.config.markers import is_nothing
 from library.config.model_types import ConditionKind
 from library.data.captions import TRIGGER, lacks_trigger
 from library.data.config import Subset, SubsetSettings, refused_condition_keys
-from library.data.file_index import FileIndex, SourceFile, Stats, files_inside, list_folder
+from library.data.file_index import UNKNOWN, FileIndex, SourceFile, Stats, files_inside, list_folder
 from library.data.new_dataset import IMAGE_SUFFIXES
 from library.errors import UserError, counted, did_you_mean, gathering, names_in_short
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text, written_path
@@ -248,9 +248,9 @@ def _note_unused(
 def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals: list[str] | None) -> list[Source]:
     folder = subset.image_dir
     assert folder is not None
-    recursive, dangling = subset.settings.recursive, list[str]()
+    recursive, others = subset.settings.recursive, dict[str, bool]()
     besides = [path for path in (*subset.companion_dirs, index.folder) if path != folder]
-    files = list_folder(folder, recursive, besides, dangling)
+    files = list_folder(folder, recursive, besides, others)
     if subset.only is not None:
         if strange := [name for name in files if is_image(name) and name not in subset.only]:
             warnings.append(f"{subset.where}: left out, as the base has not painted them: {names_in_short(strange)}")
@@ -268,9 +268,9 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
             f"{subset.where}: {counted(len(inside), 'image')} in folders inside {folder} left out "
             f"({names_in_short(inside, _MOST_NAMED)}); set recursive = true to train on them"
         )
-    captions = captions_beside(files, subset, refuse=refusals is None)
-    if others := left_out(files, names, dangling, {*captions.values(), *_masks_among(subset, files)}):
-        warnings.append(f"{subset.where}: {others}")
+    captions = captions_beside([*files, *others], subset, refuse=refusals is None)
+    if unread := left_out(files, names, others, {*captions.values(), *_masks_among(subset, files)}):
+        warnings.append(f"{subset.where}: {unread}")
     found: list[Source] = []
     without: list[str] = []
     for name in names:
@@ -282,7 +282,7 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
                 continue
             path = f"{folder}{os.sep}{beside}"
             found.append(Source(name, image, "\ufffd", caption_file=path))  # if it cannot be read
-            caption, more = lines_read(index.caption(path, files[beside]), subset.settings)
+            caption, more = lines_read(index.caption(path, files.get(beside, UNKNOWN)), subset.settings)
             found[-1] = replace(found[-1], caption=caption, more_lines=more)
             if not caption:
                 raise UserError(f"{path}: empty caption; write one, or delete the file to use class_tokens")
@@ -331,8 +331,11 @@ def uncaptioned(subset: Subset) -> dict[Path, Path]:
     assert folder is not None
     if is_image(f"x{suffix}"):
         raise UserError(f"{subset.where}: caption_extension {suffix!r} is that of an image; name another, as '.txt'")
-    files = list_folder(folder, subset.settings.recursive, [path for path in subset.companion_dirs if path != folder])
-    captions = captions_beside(files, subset)
+    besides, others = [path for path in subset.companion_dirs if path != folder], dict[str, bool]()
+    files = list_folder(folder, subset.settings.recursive, besides, others)
+    captions = captions_beside([*files, *others], subset)
+    for caption in set(captions.values()) - files.keys():
+        read_text(folder / caption)  # which tells what lies there instead of a file
     without = [name for name in _pictures(files) if name not in captions]
     return {folder / name: folder / (stem(name) + suffix) for name in without}
 
@@ -409,10 +412,10 @@ def _from_metadata(
         paths, within = [file.path for source in found for file in source.files], f"{base}{os.sep}"
         listed = [path.removeprefix(within) for path in paths if path.startswith(within)]
         recursive = subset.settings.recursive or any(os.sep in name for name in listed)
-        besides, dangling = [path for path in subset.companion_dirs if path != base], list[str]()
-        files = list_folder(base, recursive, besides, dangling)
-        if others := left_out(files, listed, dangling, _masks_among(subset, files), by="metadata_file"):
-            warnings.append(f"{subset.where}: {others}")
+        besides, others = [path for path in subset.companion_dirs if path != base], dict[str, bool]()
+        files = list_folder(base, recursive, besides, others)
+        if unread := left_out(files, listed, others, _masks_among(subset, files), by="metadata_file"):
+            warnings.append(f"{subset.where}: {unread}")
     return sorted(found, key=lambda source: source.name)
 
 
@@ -508,11 +511,14 @@ def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> tupl
 def left_out(
     files: Collection[str],
     images: Sequence[str],
-    dangling: Sequence[str] = (),
+    others: Mapping[str, bool] | None = None,
     used: Collection[str] = (),
     by: Literal["caption_extension", "metadata_file"] = "caption_extension",
 ) -> str:
-    """Return "2 files left out: b.txt (captions without an image)"; "" where there is none worth naming."""
+    """Return "2 files left out: b.txt (captions without an image)"; "" where there is none worth naming.
+
+    ``others``: as :func:`list_folder` found them.
+    """
     reasons: dict[str, list[str]] = defaultdict(list)
     stems = set(map(stem, images if by == "caption_extension" else filter(is_image, files)))
     for name in sorted({*files}.difference(images, used)):
@@ -527,7 +533,8 @@ def left_out(
             reasons["not in metadata_file" if listed else "images in no folder called like '10_name'"].append(name)
         elif suffix not in _OF_TRAINERS:
             reasons["not read; save pictures as PNG or JPEG"].append(name)
-    reasons["pipes, devices, or links that lead nowhere"] += sorted(dangling)
+    nowhere = sorted(name for name, is_folder in (others or {}).items() if not is_folder and name not in used)
+    reasons["pipes, devices, or links that lead nowhere"] += nowhere
     parts = [f"{names_in_short(names, _MOST_NAMED)} ({why})" for why, names in reasons.items() if names]
     return f"{counted(sum(map(len, reasons.values())), 'file')} left out: {'; '.join(parts)}" if parts else ""
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from library.errors import UserError, counted, nearest_of, reason_of
-from library.files import read_text
+from library.files import broken_link, read_text
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".toml", ".index")
@@ -90,6 +90,8 @@ def find_model(
         return snapshot_of(path, option)
     name = Path(given).as_posix()
     is_name = _HUB_NAME.fullmatch(name) is not None and not name.endswith(_FILE_ENDINGS)
+    if link := broken_link(path):
+        raise UserError(f"{option} {str(given)!r} does not exist{link}; correct the path")
     if (meant := _misspelt(path)) is not None:
         fetch = (
             f" For the model of that name on the hub: hf download {name} --local-dir {name}"

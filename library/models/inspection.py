@@ -22,6 +22,7 @@ from pathlib import Path
 
 from library.checksums import shards_of
 from library.errors import UserError, printable
+from library.files import broken_link
 from library.models.hub import pipeline_index, snapshot_of
 from library.models.layer_names import Architecture
 from library.models.registry import all_modules
@@ -144,7 +145,7 @@ def weight_sets(path: Path) -> list[WeightSet]:
         whole = all(file.is_file() for file in shards_of(path))
         return [_read(("", weight_files(path) if whole else [path]))]
     if not path.is_dir():
-        raise UserError(f"{path}: no such file or folder; check the path")
+        raise UserError(f"{path}: no such file or folder{broken_link(path)}; check the path")
     parts = sorted({file.parent for file in path.glob("*/*.safetensors")})
     if pipeline_index(path) is not None and parts:
         return [_read((part.name, files)) for part in parts for _, files in _sets_in(part)]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import atomic_folder, check_new_folder, check_room, read_json, write_text
+from library.files import atomic_folder, broken_link, check_new_folder, check_room, read_json, write_text
 from library.models.layer_names import KeyNames, LoraTargets
 from library.models.registry import lora_namings
 from library.precision.checkpoint import WeightFiles
@@ -71,7 +71,7 @@ def open_base(path: Path, option: str = "--model", quantized: bool = False) -> B
         quantized: let in quantised weights; they are refused otherwise.
     """
     if not path.exists():
-        raise UserError(f"{path}: no such file or folder; check {option}")
+        raise UserError(f"{path}: no such file or folder{broken_link(path)}; check {option}")
     if path.is_file():
         return Base(path, None, _open(path, [path], quantized), quantized)
     folder = path / "transformer" if (path / "transformer").is_dir() else path

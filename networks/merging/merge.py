@@ -35,6 +35,7 @@ from torch import Tensor
 
 from library.checksums import fingerprint, weights_fingerprint
 from library.errors import UserError, names_in_short
+from library.files import broken_link
 from library.llm.conversion import write_transformers
 from library.models.layer_names import KeyNames, LoraTargets
 from library.models.llm.files import TransformersFiles
@@ -376,7 +377,7 @@ def read_base_weights(paths: Sequence[str], strengths: Sequence[float], targets:
     left_out: list[str] = []
     for path, strength in sources:
         if not path.exists():
-            raise UserError(f"base_weights: {path} does not exist; check the path")
+            raise UserError(f"base_weights: {path} does not exist{broken_link(path)}; check the path")
         file = load_adapter(path, targets)
         parts = targets.by_component(file.weights)
         left_out += file.notes

@@ -13,6 +13,7 @@ import torch
 from PIL import Image, ImageCms
 
 from library.data.buckets import Fit
+from library.data.file_index import FileIndex, SourceFile
 from library.data.images import decode, fit_image, read_header, read_size, to_latent_mask, to_pixels
 from library.errors import UserError
 from tests.data.folders import make_image
@@ -268,3 +269,17 @@ def test_floating_point_pixels_are_refused() -> None:
     data = saved(Image.new("F", (4, 4)), "TIFF")
     with pytest.raises(UserError, match=r"^x: floating point pixels; save it as 8-bit or 16-bit PNG$"):
         decode(data, "x")
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that cannot be read is Linux'")
+def test_a_disk_that_fails_is_no_damaged_image(tmp_path: Path) -> None:
+    """Of an image the header is read where it lies; a check reads all of it. Both say the same."""
+    (tmp_path / "a.png").symlink_to("/proc/self/mem")  # whose first bytes the kernel gives nobody
+    file = SourceFile(str(tmp_path / "a.png"), 1, 1, 1)
+    with pytest.raises(UserError, match=r"a\.png: cannot be read \(Input/output error\); "):
+        read_header(file.path)
+    (said,) = FileIndex(tmp_path / "cache").decode([file], lambda _: lambda _: None).values()
+    assert said.startswith("cannot be read (Input/output error); ")
+    (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(UserError, match=r"b\.png: (damaged image|not an image that can be read)"):
+        read_header(str(tmp_path / "b.png"))

@@ -69,6 +69,47 @@ def test_what_is_left_out_is_named_with_its_reason_and_what_systems_leave_is_not
     ]
 
 
+NO_FILE = {
+    "link": lambda path: path.symlink_to(path.parent / "unmounted"),
+    "loop": lambda path: path.symlink_to(path.name),
+    "folder": lambda path: path.mkdir(),
+    "pipe": lambda path: os.mkfifo(path),
+}
+
+
+LISTED = "metadata_file = 'data.jsonl'\nimage_dir = 'img'"
+BESIDE = {  # what is there by name and no file -> how the dataset names it
+    "img/b.txt": "image_dir = 'img'\nclass_tokens = 'x'",
+    "img/b.TXT": "image_dir = 'img'\nclass_tokens = 'x'",
+    "masks/b.png": "image_dir = 'img'\nconditioning_data_dir = 'masks'",
+    "controls/b.png": "image_dir = 'img'\ncontrol_directory = 'controls'",
+    "controls/b_1.png": "image_dir = 'img'\ncontrol_directory = 'controls'",
+    "img/c.png": LISTED,
+    "controls/c.png": LISTED,
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILE)
+@pytest.mark.parametrize("bad", BESIDE)
+def test_what_belongs_to_an_image_by_its_name_is_read_or_refused(bad: str, kind: str, tmp_path: Path) -> None:
+    if (bad, kind) == ("controls/b_1.png", "folder"):
+        pytest.skip("folders of control images are read with recursive")
+    for name in ("a.png", "b.png"):
+        add_image(tmp_path / "img", name, caption=None if bad.lower() == "img/b.txt" and name[0] == "b" else "a cat")
+        for folder in ("masks", "controls"):
+            add_image(tmp_path / folder, "b_0.png" if "_1" in bad and name == "b.png" else name, caption=None)
+    image, control = ("c.png", "a.png") if bad == "img/c.png" else ("a.png", "c.png")
+    (tmp_path / "data.jsonl").write_text(
+        json.dumps({"image_path": image, "caption": "x", "control_path": f"controls/{control}"})
+    )
+    (tmp_path / bad).unlink(missing_ok=True)
+    NO_FILE[kind](tmp_path / bad)
+    needs = "references" if "control" in bad or "data.jsonl" in BESIDE[bad] else "none"
+    said = refused(tmp_path, write_toml(tmp_path, subset=BESIDE[bad]), conditioning=needs)
+    assert bad[-5:] in said or "b.png" in said
+    assert kind != "link" or said.count("/unmounted") == 1
+
+
 def test_animations_and_pages_are_noted(tmp_path: Path) -> None:
     add_image(tmp_path / "img", "a.png")
     frames = [make_image(64, 64, seed=seed) for seed in range(4)]

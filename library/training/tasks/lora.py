@@ -19,6 +19,7 @@ from library.config.chat_schema import ChatTrainConfig
 from library.config.schema import TrainConfig
 from library.data.batches import DataParallelRank
 from library.errors import UserError
+from library.files import broken_link
 from library.precision.checkpoint import QuantizedFile, WeightFiles
 from library.precision.linear import ddp_ignored_names
 from library.precision.recipe import WeightLoader, describe_base
@@ -88,7 +89,7 @@ class LoraTask(Task):
         check_save_format(config.network.network_type, config.saving.save_format)
         weights = config.network.network_weights
         if weights and not Path(weights).exists():
-            raise UserError(f"network_weights: {weights} does not exist; check the path")
+            raise UserError(f"network_weights: {weights} does not exist{broken_link(weights)}; check the path")
 
     def _check_saved(self, base: WeightFiles) -> None:
         """Look at the files a run goes on from, now that headers tell which model it is; no weights of it are read.
