@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from itertools import product
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import toml
+import torch
 import yaml
 from PIL import Image
+from torch.testing import assert_close
 
 from library.config import load_config
 from library.config.kohya.translation import Note
@@ -22,6 +25,8 @@ from library.data.captions import caption_variants
 from library.data.config import DATASET_KEYS, SUBSET_KEYS, load_dataset_config
 from library.errors import UserError
 from library.files import find_program, read_toml
+from library.training.flow import SAMPLERS
+from library.training.optim.factory import build_optimizer
 from library.training.sampling.prompts import SamplePrompt, read_prompts
 from tests.runs import call, printed, refusal
 from tools import check_dataset, migrate_config
@@ -245,6 +250,8 @@ def test_the_tables_name_keys_that_are_there(program: str) -> None:
         "values",
         "but",
         "add",
+        "as",
+        "each",
         "option",
         "when",
         "off",
@@ -527,6 +534,106 @@ def test_a_value_that_does_not_fit_is_not_taken_and_the_rest_is(here: Path, prog
     notes = notes_of(data, program, here)
     assert {key for key in odd if notes[key].outcome == "refused"} == odd.keys()
     assert toml.load("my.toml")["model"]["pretrained_model_name_or_path"]
+
+
+# of the default_settings of simpletuner/helpers/training/optimizer_param.py, and of create_optimizer in OneTrainer's
+# modules/util/create.py with TrainOptimizerConfig's values: what optimizers are called there -> what they train with
+CONSTANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "SimpleTuner": {
+        "adamw_bf16": {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2},
+        "torch-adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2},
+        "bnb-adamw8bit": {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2},
+        "optimi-lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
+        "optimi-adamw": {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0},
+        "prodigy": {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "use_stableadamw": True, "factored": True,
+                    "split_groups": True, "split_groups_mean": True, "d_coef": 1, "prodigy_steps": 0},
+        "torch-adafactor": {"beta2_decay": -0.8, "eps": (None, 1e-3), "d": 1.0, "weight_decay": 0.0},
+        "soap": {"betas": (0.95, 0.95), "shampoo_beta": 0.95, "weight_decay": 0.01, "max_precondition_dim": 10000},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", CONSTANTS)
+def test_optimizers_train_with_the_constants_that_they_have_there(here: Path, program: str) -> None:
+    row = read_toml(FOLDER / f"{program.lower()}.toml")[0]["training"]
+    key = "optimizer" if program == "SimpleTuner" else "optimizer.optimizer"
+    assert set(row[key]["values"]) == CONSTANTS[program].keys()
+    for name, wanted in CONSTANTS[program].items():
+        data = (
+            simple_tuner("flux", optimizer=name, learning_rate=1.0)
+            if program == "SimpleTuner"
+            else one_trainer("QWEN", optimizer={"optimizer": name.upper()}, learning_rate=1.0)
+        )
+        notes_of(data, program, here)
+        config = load_config(["--config_file", "my.toml"]).optimizer
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(4, 4))]} for _ in range(2)]
+        optimizer = build_optimizer(config, groups, full_bf16=False)
+        has = {what: optimizer.param_groups[0].get(what, "missing") for what in wanted}
+        assert has == wanted, name
+
+
+# a file's keys, and what it draws there from uniform and normal draws (models/common.py, ModelSetupNoiseMixin.py)
+SHIFTED = {
+    "SimpleTuner": [
+        ({"flow_use_uniform_schedule": True, "flow_schedule_shift": 3}, lambda u, z: 3 * u / (1 + 2 * u)),
+        ({"flow_use_uniform_schedule": True}, lambda u, z: 3 * u / (1 + 2 * u)),
+        ({"flow_use_uniform_schedule": True, "flow_schedule_shift": 0}, lambda u, z: u),
+        ({"flow_schedule_auto_shift": True}, lambda u, z: 3 * z / (1 + 2 * z)),  # the static shift goes before
+        ({"flow_schedule_shift": 0.0}, lambda u, z: z),
+        ({"flow_schedule_shift": 0, "flow_schedule_auto_shift": True}, lambda u, z: z * E / (1 + (E - 1) * z)),
+    ],
+}
+E = math.exp(1.15)  # FLUX.1 dev's shift at 1024 x 1024
+
+
+@pytest.mark.parametrize("program", SHIFTED)
+def test_noise_levels_are_drawn_as_there(here: Path, program: str) -> None:
+    uniform, normal = torch.linspace(0.01, 0.99, 99), torch.linspace(-3, 3, 99)
+    for keys, wanted in SHIFTED[program]:
+        data = simple_tuner("flux", model_flavour="dev", **keys) if program == "SimpleTuner" else one_trainer(**keys)
+        notes_of(data, program, here)
+        flow = load_config(["--config_file", "my.toml"]).flow
+        sigmas = SAMPLERS[flow.timestep_sampling](flow, normal, uniform, 4096)
+        assert_close(sigmas.sort().values, wanted(uniform, normal.sigmoid()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "flavour", "keys", "adapter"),
+    [
+        ("z_image", "turbo", {}, ["zimage_turbo_training_adapter_v1.safetensors"]),
+        ("z_image", "turbo-ostris-v2", {}, ["zimage_turbo_training_adapter_v2.safetensors"]),
+        ("z_image", None, {}, ["zimage_turbo_training_adapter_v2.safetensors"]),
+        ("z_image", None, {"assistant_lora_path": "a.safetensors"}, ["a.safetensors"]),
+        ("z_image", "turbo", {"disable_assistant_lora": True}, []),
+        ("z_image", "base", {}, []),
+        ("z_image", "ostris-de-turbo", {}, []),
+        ("flux", "schnell", {}, ["pytorch_lora_weights.safetensors"]),
+        ("flux", "dev", {}, []),
+    ],
+)
+def test_distilled_models_train_with_the_adapter_that_they_have_there(
+    here: Path, family: str, flavour: str | None, keys: dict[str, Any], adapter: list[str]
+) -> None:
+    """ASSISTANT_LORA_FLAVOURS of z_image/model.py and flux/model.py."""
+    notes = notes_of(simple_tuner(family, **{"model_flavour": flavour} if flavour else {}, **keys), "SimpleTuner", here)
+    config = load_config(["--config_file", "my.toml"])
+    assert config.network.base_weights == adapter
+    assert ("training" in notes["model_family"].text) == (flavour not in ("base", "ostris-de-turbo", "dev"))
+    assert "De-Turbo" in config.model.pretrained_model_name_or_path or flavour != "ostris-de-turbo"
+
+
+def test_a_run_is_as_long_as_there(here: Path) -> None:
+    """SimpleTuner's trainer.py: max_train_steps counts unless it is 0 or unset; epochs are 1 where they are unset."""
+    for steps, epochs, wanted in (
+        (0, 10, (None, 10)),
+        (None, None, (None, 1)),
+        (10, 10, (10, None)),
+        (10, 0, (10, None)),
+    ):
+        data = simple_tuner("flux") | {"max_train_steps": steps, "num_train_epochs": epochs}
+        notes_of({key: value for key, value in data.items() if value is not None}, "SimpleTuner", here)
+        given = load_config(["--config_file", "my.toml"]).training.model_dump(exclude_unset=True)
+        assert (given.get("max_train_steps"), given.get("max_train_epochs")) == wanted
 
 
 def test_what_is_nobodys_configuration_is_not_given_a_name() -> None:

@@ -8,7 +8,9 @@ key with no such row, and no row of its own, is not taken. A row has
     to       the key here, or several; of a list, such as dataset_args, the value becomes an item
     text     how the value is written there, "resolutions={}"
     values   value there -> value here, or a table of several keys here; others are not taken
-    but      value there, or "*" for any -> what is different with it
+    but      value there, "*" in it for any text -> what is different with it
+    as       value there -> value here; others stay as they are
+    each     what the items of the value, a list here, are separated by
     add      added to a number
     per      a key that says how many steps there are one here
     area     a number of megapixels becomes the side of their square, in multiples of this
@@ -32,6 +34,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import islice, product
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -183,7 +186,9 @@ def _translate_keys(
             if to == "sample_prompts":
                 prompts |= {number or str(i): str(prompt) for i, prompt in enumerate(several)}
                 continue
-            values[to] = [*values.get(to, []), *several] if to in _LISTS else one
+            if to in _LISTS:  # of two items with one name the later counts
+                one = list({str(item).split("=")[0]: item for item in [*values.get(to, ()), *several]}.values())
+            values[to] = one
             replaced = sources.get(to) if "to" in row and to not in _LISTS and key in given else None
             notes[:] = [
                 note for note in notes if note.key != replaced and (note.key, note.outcome) != (where + to, "default")
@@ -196,8 +201,9 @@ def _translate_keys(
             notes.append(Note(where + key, outcome, text, to="" if where else next(iter(meant), "")))
         else:
             whose = "as outside the dataset" if key in outer else f"the default of {tables['program']}"
-            source = f"{key} is unset, so {_word(both[key])}, {whose}{''.join(text.partition('; ')[1:])}"
-            notes.extend(Note(where + to, "default", source) for to in meant)
+            source = f"{key} is unset, so {_word(both[key])}, {whose}"
+            differs = "".join(text.partition("; ")[1:])
+            notes.extend(Note(where + to, "default", source + differs) for to in meant)
             if outcome == "refused":
                 notes.append(Note(where + key, outcome, f"{text} ({source})"))
     if prompts:
@@ -222,7 +228,8 @@ def _prompt_lines(prompt: str, options: list[list[str]], flags: Mapping[str, str
 def _meaning(row: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> tuple[Outcome, str, dict[str, Any]]:
     """Return what becomes of a value, what to say of it, and the keys and values that it means here."""
     values: Any = row.get("values")
-    word, to, but = _word(value), row.get("to", ""), row.get("but", {})
+    word, to = _word(value), row.get("to", "")
+    but = next((text for pattern, text in row.get("but", {}).items() if fnmatchcase(word, pattern)), "")
     for key, wanted in row.get("when", {}).items():
         if _word(given.get(key)) not in map(_word, wanted):
             return "left out", f"has no effect there without {key} = {' or '.join(map(_word, wanted))}", {}
@@ -233,25 +240,26 @@ def _meaning(row: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> tu
     if values is None and (value in (None, "", []) or (is_nothing(value) and not to and "off" not in row)):
         return "left out", "asks for nothing", {}
     if "option" in row:
-        return "renamed", "stands after the sample prompts", {}
+        return "renamed", f"stands after the sample prompts{but}", {}
     if values is not None and word not in values:
         follows = f"; {row['why']}" if "why" in row else ""
         return "refused", f"not taken: {word} is not in this version, but {', '.join(values)}{follows}", {}
     if values is None and not to:
         return "refused", f"not taken: {row.get('why', 'it has no counterpart here')}", {}
-    value = values[word] if values else value
+    value = (values or row.get("as", {})).get(word, value)
     try:
         value = float(value) + row["add"] if "add" in row else value
         there = _word(given.get(row.get("per")))
         if there.isdigit() and int(there) > 1 and float(value) >= 1:
-            value, but = max(1, int(value) // int(there)), {"*": f"; {there} steps there are one here"}
+            value, but = max(1, int(value) // int(there)), f"; {there} steps there are one here"
         value = round(math.sqrt(float(value) * 1e6) / row["area"]) * row["area"] if "area" in row else value
     except (TypeError, ValueError, OverflowError):
         return "refused", f"not taken: {value!r} is no number", {}
     value = _formatted(row["text"], value) if "text" in row else value
+    value = str(value).split(row["each"]) if "each" in row else value
     meant: dict[str, Any] = value if isinstance(value, dict) else dict.fromkeys(to.split(), value)
     text = f"becomes {', '.join(f'{key} = {one}' for key, one in meant.items())}" if meant else "is what happens here"
-    return "renamed" if meant else "accepted", text + but.get(word, but.get("*", "")), meant
+    return "renamed" if meant else "accepted", text + but, meant
 
 
 def _misfit(meant: Mapping[str, Any]) -> str:
