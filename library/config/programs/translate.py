@@ -249,7 +249,7 @@ def _meaning(row: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> tu
     value = (values or row.get("as", {})).get(word, value)
     try:
         value = float(value) + row["add"] if "add" in row else value
-        there = _word(given.get(row.get("per")))
+        there = _word(given.get(row.get("per", "")))
         if there.isdigit() and int(there) > 1 and float(value) >= 1:
             value, but = max(1, int(value) // int(there)), f"; {there} steps there are one here"
         value = round(math.sqrt(float(value) * 1e6) / row["area"]) * row["area"] if "area" in row else value
