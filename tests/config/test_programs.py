@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 from library.config import load_config
 from library.config.kohya.translation import Note
+from library.config.model_types import MODEL_TYPES
 from library.config.programs.translate import _meaning, _translate_keys
 from library.config.schema import DatasetArguments
 from library.config.scripts import LORA, fields
@@ -157,8 +158,8 @@ def test_published_configurations_are_recognised_and_pass_our_checks(here: Path,
         assert key.removeprefix("config.process.0.") in {line.split()[0] for line in answer.splitlines() if line}, key
     config = load_config(["--config_file", "my.toml"])
     assert config.model.model_type == model_type
-    references = program == "ai-toolkit" and ("edit" in model_type or "kontext" in model_type)
-    dataset = load_dataset_config(config.dataset.dataset_config, config.dataset, "references" if references else "none")
+    kind = MODEL_TYPES[config.model.model_type].conditioning
+    dataset = load_dataset_config(config.dataset.dataset_config, config.dataset, kind)
     assert [one.subsets[0].image_dir for one in dataset.datasets] == [here / "images"] * len(dataset.datasets)
     assert dataset.datasets[0].resolution == (64, 64)
     assert len(dataset.datasets) == (1 if program == "SimpleTuner" else 2)
@@ -462,6 +463,17 @@ def test_what_a_run_refuses_is_said_and_the_rest_is_written(here: Path) -> None:
     assert notes["concepts.0.num_repeats"].text == "not taken: 2.5 does not fit; it is 1"
     assert "set class_tokens" in notes["concepts.0.text.prompt_source"].text
     assert "concepts.0.num_repeats: 2.5 does not fit" in (here / "my_dataset.toml").read_text()
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("model", ["FLUX_DEV_1", "FLUX_FILL_DEV_1", "QWEN", "Z_IMAGE"])
+def test_masks_of_onetrainer_are_taken_from_beside_the_images(here: Path, model: str, masked: bool) -> None:
+    notes = notes_of(one_trainer(model, masked_training=masked), "OneTrainer", here)
+    (subset,) = toml.load("my_dataset.toml")["datasets"][0]["subsets"]
+    assert toml.load("my.toml")["flow"]["masked_loss"] is masked
+    assert (subset.get("conditioning_data_dir") == subset["image_dir"]) is masked
+    assert (subset.get("inpaint_mask_directory") == subset["image_dir"]) is (model == "FLUX_FILL_DEV_1")
+    assert not any(note.outcome == "refused" for key, note in notes.items() if "model_type" in key or "mask" in key)
 
 
 @pytest.mark.parametrize("given", [{}, {"alpha": 4}, {"linear": 8}, {"linear": 16, "linear_alpha": 4}, {"rank": 6}])

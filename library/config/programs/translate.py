@@ -168,7 +168,7 @@ def _translate_keys(
     sources: dict[str, str] = {}
     by, order = tables.get("by", {}), list(rows)  # of two keys with one meaning the later row counts
     both = {key: row["default"] for key, row in rows.items() if "default" in row} | outer | given
-    both |= {key: both[row["like"]] for key, row in rows.items() if "like" in row and key not in given}
+    both |= {key: both[row["like"]] for key, row in rows.items() if row.get("like") in both and key not in given}
     for key in sorted(both, key=lambda key: (key in given, order.index(key) if key in rows else len(order))):
         general, number = _general(key), "".join(re.findall(r"\.(\d+)(?=\.|$)", key)[:1])
         row = rows.get(f"{general}@{_word(both.get(by.get(key)))}") or rows.get(general) or {}
