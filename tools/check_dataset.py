@@ -59,7 +59,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from library.data.config import INPAINT_KEYS, OTHER_NAMES, REFERENCE_KEYS, DatasetConfig, Subset, load_dataset_config
 from library.data.gallery import described, hashed_previews, small_jpeg, thumbnail_name, write_thumbnails
-from library.data.lint import Advance, Report, TooLong, check, title, without_broken
+from library.data.lint import Advance, Report, check, title, without_broken
 from library.data.samples import Sample, scan
 from library.data.sources import names_controls
 
@@ -121,7 +121,7 @@ def write_json(
     unsplit = tuple(replace(one, subsets=tuple(map(_unsplit, one.subsets))) for one in config.datasets)
     for each in (config, replace(config, datasets=unsplit)):  # images are shown, too, where the split is refused
         try:
-            found = scan(each, seed, pixel_multiple, find=without_broken(report.findings))
+            found = scan(each, seed, pixel_multiple, find=without_broken(report))
             samples = [*found.train, *found.held_out]
             break
         except UserError as error:
@@ -161,7 +161,7 @@ def main() -> None:
     given = {"dataset_config": str(options.dataset)} | {key: value for key, value in given.items() if value is not None}
     arguments = DatasetArguments(**given)
     pixel_multiple = ModelType.pixel_multiple  # where no --config_file says
-    too_long: TooLong | None = None
+    too_long, share, training = None, None, None
     if options.config_file is not None:
         import torch
 
@@ -175,9 +175,13 @@ def main() -> None:
     else:
         kind = conditioning_of(options.dataset, arguments)
     console, config = tool_console(), load_dataset_config(options.dataset, arguments, kind)
+    if training is not None:
+        from library.data.dataset import preserving
+
+        share, _ = preserving(training.preservation, config, training.training.prior_loss_weight)
     printed = nullcontext(partial(print_progress, console, seconds=0.5))
     with printed if options.json is not None else counting(console) as start:
-        report = check(config, pixel_multiple, start, too_long, options.seed)
+        report = check(config, pixel_multiple, start, too_long, options.seed, share)
         if options.json is not None:
             write_json(options, config, report, start, pixel_multiple)
     show(report, console)

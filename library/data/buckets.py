@@ -273,13 +273,17 @@ def _turned(sizes: Iterable[Size]) -> list[Size]:
     return sorted({turned for size in sizes for turned in (size, size[::-1])})
 
 
-def describe_sizes(dataset: Dataset, pixel_multiple: int, images: Images) -> str:
-    """Return a line: whose rule finds the sizes, the shapes and what they keep of the images; so of another rule."""
+def describe_sizes(dataset: Dataset, pixel_multiple: int, images: Images, used: Sequence[Size] | None = None) -> str:
+    """Return a line: whose rule finds the sizes, the shapes and what they keep of the images; so of another rule.
+
+    ``used``: the sizes of those that are not left out; None of all.
+    """
+    counted_sizes = [size for size, _ in images] if used is None else used
 
     def outcome(rule: BucketRule) -> str:
         try:
             buckets = Bucketing(dataset, pixel_multiple, images, rule)
-            fits = [(size, buckets.fit(size, random_crop=False, name="an image")) for size, _ in images]
+            fits = [(size, buckets.fit(size, random_crop=False, name="an image")) for size in counted_sizes]
         except UserError as error:
             return f"refused ({str(error).removeprefix(f'{dataset.where}: ')})"
         shares = [buckets.kept(size, fit) for size, fit in fits]

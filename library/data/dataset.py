@@ -91,7 +91,7 @@ def build_dataset(
         added = painted_subset(painted.regularisation, is_reg=True)
         with_it = (replace(each, subsets=(*each.subsets, added)) for each in config.datasets)
         config = replace(config, datasets=tuple(with_it))
-    share, captions = _preserving(preservation or PreservationConfig(), config, prior_loss_weight)
+    share, captions = preserving(preservation or PreservationConfig(), config, prior_loss_weight)
     found = scan(config, seed, pixel_multiple, prior_loss_weight, share)
     classes = (subset for dataset in config.datasets for subset in dataset.subsets if subset.settings.preserve_class)
     if captions is None and (inert := next(classes, None)):
@@ -137,7 +137,7 @@ def painted_subset(pictures: Sequence[Path], is_reg: bool = False) -> Subset:
     return Subset(f"painted pictures in {folder}", settings, f"painted/{folder.name}", folder, None, None, only=only)
 
 
-def _preserving(
+def preserving(
     settings: PreservationConfig, config: DatasetConfig, loss_weight: float
 ) -> tuple[float | None, CaptionPreservation | None]:
     """Return the share of an epoch that regularisation images are, and how training images preserve; or None, None."""
@@ -318,7 +318,7 @@ class TrainingData:
             in_buckets = Counter(key[1] for key in self.train.buckets if key[0] == number)
             for (wide, high), count in sorted(in_buckets.items()):
                 lines.append(f"    {wide:>5} x {high:<5} {count:>7} samples an epoch")
-            lines.append(f"    {self._sizes[number]}")
+            lines += [f"    {self._sizes[number]}"] if number in self._sizes else []
         held_out = len({sample.image.path for sample in (self.validation.samples if self.validation else ())})
         batches = self.batch_sampler().batches_per_epoch()
         lines.append(

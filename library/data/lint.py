@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 
-from library.config.model_types import ConditionKind
-from library.data.buckets import KEPT, Bucketing, Fit, Size, describe_sizes, same_shape, size_text
-from library.data.captions import caption_variants, has_word, words_around
-from library.data.config import DatasetConfig, Subset, SubsetSettings
+from library.data.buckets import KEPT, Bucketing, Fit, Images, Size, describe_sizes, same_shape, size_text
+from library.data.captions import MARKS, caption_variants, has_word, marks_left, words_around
+from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile
 from library.data.mask_files import REFUSED, look_at_masks
 from library.data.samples import FindSources, Sample, cache_folder, idle_parts, scan, sizes_seen
@@ -53,6 +52,7 @@ class Report:
     findings: list[Finding]
     notes: tuple[str, ...] = ()  # what training says too: files that are left out, frames that are not used
     sizes: tuple[str, ...] = ()  # of each dataset, whose rule finds its shapes, and what they keep
+    sources: Mapping[str, list[Source]] = field(default_factory=dict, compare=False)  # by the subset's ``where``
 
     def by_kind(self) -> dict[str, list[Finding]]:
         """Return the findings of each kind, in the order of :data:`KINDS`, kinds without any left out."""
@@ -72,7 +72,12 @@ def title(found: Sequence[Finding]) -> str:
 
 
 def check(
-    config: DatasetConfig, pixel_multiple: int, start: Start, too_long: TooLong | None = None, seed: int = 0
+    config: DatasetConfig,
+    pixel_multiple: int,
+    start: Start,
+    too_long: TooLong | None = None,
+    seed: int = 0,
+    regular_share: float | None = None,
 ) -> Report:
     """Look at every image, mask and caption of a dataset TOML.
 
@@ -82,25 +87,28 @@ def check(
         start: ``start(description, total) -> advance(n)``, for the progress bar.
         too_long: which captions the model's text encoder does not read to their end.
         seed: the training's, which chooses the held-out images.
+        regular_share: as of ``scan``.
     """
-    findings, captions, notes, sizes = list[Finding](), list[Caption](), idle_parts(config), list[str]()
+    findings, captions, notes = list[Finding](), list[Caption](), idle_parts(config)
+    described, sizes = list[tuple[Dataset, Images]](), list[str]()
     images: dict[str, SourceFile] = {}
+    known: dict[str, list[Source]] = {}
     problems: dict[str, str] = {}  # by path of an unreadable file
     for _, [*datasets] in groupby(config.datasets, key=lambda dataset: dataset.number):  # each resolution of a table
         loaded: list[tuple[Subset, FileIndex, list[Source]]] = []
         used: list[tuple[Size, int]] = []
         for subset in datasets[0].subsets:
             index = FileIndex(cache_folder(datasets[0], subset))
-            sources = _sources(subset, index, findings, notes, config.conditioning)
+            sources = _sources(subset, index, findings, notes, config)
             files = {file.path: file for source in sources for file in source.files}
             broken = index.decode(files.values(), partial(start, f"checking {subset.written_dir}"))
             findings += [Finding("unreadable", (path,), f"{Path(path).name}: {why}") for path, why in broken.items()]
             problems |= broken
             whole = [each for each in sources if each.image.size and each.image.path not in problems]
             used += sizes_seen(subset, whole, seed) if subset.settings.num_repeats else []
-            loaded.append((subset, index, sources))
+            loaded.append((subset, index, known.setdefault(subset.where, sources)))
         buckets = [Bucketing(dataset, pixel_multiple, used) for dataset in datasets]
-        sizes += [f"{dataset.where}: {describe_sizes(dataset, pixel_multiple, used)}" for dataset in datasets if used]
+        described += [(dataset, used) for dataset in datasets if used]
         for subset, index, sources in loaded:
             images_read = list[tuple[Source, list[Fit]]]()
             for source in sources:
@@ -113,9 +121,9 @@ def check(
             for image, path, remark in remarks:
                 kind = "setup" if remark.endswith(REFUSED) else "mask value"
                 findings.append(Finding(kind, tuple({image: 1, path: 1}), f"{Path(path).name}: {remark}"))
-            unread = tuple(source.image.path for source in sources if source.more_lines)
-            findings += [Finding("lines", unread, text) for text in note_lines(subset.where, sources)]
-            captions += [(source.image.path, source.caption, subset.settings) for source in sources]
+            for some, text in note_lines(subset, sources, config.arguments.caption_variants):
+                findings.append(Finding("lines", tuple(source.image.path for source in some), text))
+            captions += [(one.image.path, one.caption, subset.settings) for one in sources if not one.is_refused]
             images |= {source.image.path: source.image for source in sources}
     by_content: dict[str, list[str]] = defaultdict(list)
     for path, file in images.items():
@@ -128,10 +136,13 @@ def check(
         findings += long_captions(captions, too_long, config.arguments.caption_variants)
     if not any(finding.is_error for finding in findings):
         try:
-            scan(config, seed, pixel_multiple)
+            trained = scan(config, seed, pixel_multiple, 1.0, regular_share, lambda subset, *_: known[subset.where])
+            sizes = [f"{config.datasets[number].where}: {text}" for number, text in trained.sizes.items()]
+            notes += trained.unused
         except UserError as error:  # of all images together: none is left to train on, or to hold out
             findings.append(Finding("setup", (), str(error)))
-    return Report(len(images), findings, tuple(notes), tuple(sizes))
+    sizes = sizes or [f"{each.where}: {describe_sizes(each, pixel_multiple, seen)}" for each, seen in described]
+    return Report(len(images), findings, tuple(notes), tuple(sizes), known)
 
 
 def summarise(samples: Sequence[Sample]) -> list[str]:
@@ -153,12 +164,12 @@ def captions_of(samples: Sequence[Sample]) -> list[Caption]:
 
 
 def _sources(
-    subset: Subset, index: FileIndex, findings: list[Finding], notes: list[str], conditioning: ConditionKind
+    subset: Subset, index: FileIndex, findings: list[Finding], notes: list[str], config: DatasetConfig
 ) -> list[Source]:
     """The subset's images; where training would refuse it, as many of them as can be found without it."""
-    found, refusals = list[Source](), list[str]()
+    found, refusals, conditioning = list[Source](), list[str](), config.conditioning
     with gathering(refusals):
-        found = find_sources(subset, index, notes, conditioning)
+        found = find_sources(subset, index, notes, conditioning, config.arguments.caption_variants)
         index.save()
         return found
     with gathering(refusals):
@@ -167,13 +178,12 @@ def _sources(
     return found
 
 
-def without_broken(findings: Sequence[Finding]) -> FindSources:
-    """Return what lists for ``scan`` the images that training would not stop at, as ``findings`` tell."""
-    broken = {path for finding in findings if finding.is_error for path in finding.paths}
+def without_broken(report: Report) -> FindSources:
+    """Return what lists for ``scan`` the images of a report that training would not stop at."""
+    broken = {path for finding in report.findings if finding.is_error for path in finding.paths}
 
-    def find(subset: Subset, index: FileIndex, notes: list[str], conditioning: ConditionKind) -> list[Source]:
-        sources = _sources(subset, index, [], notes, conditioning)
-        return [source for source in sources if not broken & {file.path for file in source.files}]
+    def find(subset: Subset, *_: object) -> list[Source]:
+        return [one for one in report.sources[subset.where] if not broken & {file.path for file in one.files}]
 
     return find
 
@@ -244,8 +254,14 @@ def long_captions(captions: Sequence[Caption], too_long: TooLong, variants: int)
 
 
 def _trigger_words(captions: Sequence[Caption]) -> list[Finding]:
-    """Trigger words in captions of regularisation images, and within other words."""
-    found: list[Finding] = []
+    """Trigger words in captions of regularisation images, and within other words; marks that are trained as text."""
+    found, odd = list[Finding](), defaultdict[str, list[str]](list)
+    for path, caption, of in captions:
+        for mark in marks_left(caption, of):
+            odd[mark].append(path)
+    for mark, paths in sorted(odd.items()):
+        text = f"{_names(paths)}: {mark} is trained as text; a trigger_word takes the place of {' and '.join(MARKS)}"
+        found.append(Finding("trigger", tuple(paths), text))
     for word in filter(None, dict.fromkeys(settings.trigger_word for _, _, settings in captions)):
         if regular := [path for path, caption, of in captions if of.is_reg and has_word(caption, word)]:
             text = f"{_names(regular)}: a caption of regularisation images says {word!r}, the trigger word"

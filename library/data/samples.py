@@ -36,7 +36,7 @@ from library.data.sources import Source, find_sources, is_image, left_out, note_
 from library.errors import UserError, counted, names_in_short
 from library.randomness import derive_seed
 
-FindSources = Callable[[Subset, FileIndex, list[str], ConditionKind], list[Source]]
+FindSources = Callable[[Subset, FileIndex, list[str], ConditionKind, int], list[Source]]
 MOST_IMAGES = 10_000_000  # of an epoch; its order takes some 150 bytes an image
 
 
@@ -131,8 +131,9 @@ class Sample:
 class Scan:
     """All samples of a dataset TOML, the indexes of the cache folders, and lines the user should read.
 
-    ``listed`` are the samples for training as the TOML lists them, before regularisation images are balanced; ``sizes``
-    say of each dataset whose rule finds its shapes.
+    ``listed`` are the samples for training as the TOML lists them, before regularisation images are balanced;
+    ``unused``, part of the warnings, says which of those are not used. ``sizes`` say of a dataset, by its place among
+    all, whose rule finds its shapes.
     """
 
     train: list[Sample]
@@ -140,7 +141,8 @@ class Scan:
     indexes: list[FileIndex]
     warnings: list[str]
     listed: list[Sample] = field(default_factory=list)
-    sizes: list[str] = field(default_factory=list)
+    sizes: dict[int, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
 
 
 def control_sizing(dataset: Dataset) -> ControlSizing:
@@ -179,14 +181,15 @@ def scan(
             index = indexes.setdefault(cache, FileIndex(cache))
             weight = prior_loss_weight if subset.settings.is_reg else 1.0
             group = SampleGroup(subset, number, dataset.settings.batch_size, cache, weight)
-            sources = find(subset, index, result.warnings, config.conditioning)
+            variants = config.arguments.caption_variants
+            sources = find(subset, index, result.warnings, config.conditioning, variants)
             index.measure({file.path: file for source in sources for file in source.files}.values())
             index.save()
-            result.warnings.extend([*note_frames(subset.where, sources), *note_lines(subset.where, sources)])
+            result.warnings.extend(note_frames(subset.where, sources))
+            result.warnings.extend(text for _, text in note_lines(subset, sources, variants))
             loaded.append((group, sources, sizes_seen(subset, sources, seed)))
         images = [image for _, _, seen in loaded for image in seen]
         buckets = Bucketing(dataset, pixel_multiple, images)
-        result.sizes.extend([describe_sizes(dataset, pixel_multiple, images)] if images else [])
         train: list[Sample] = []
         for group, sources, seen in loaded:
             samples = _load_subset(group, sources, seen, buckets, control_sizing(dataset), identities)
@@ -195,7 +198,11 @@ def scan(
             fits = [(source, (sample.fit,)) for source, sample in zip(sources, samples, strict=True)]
             result.warnings.extend(_mask_lines(group.subset, fits, indexes[group.cache]))
         result.listed.extend(train)
-        result.train.extend(_balance(train, dataset.where, result.warnings, regular_share))
+        result.train.extend(_balance(train, dataset.where, result.unused, regular_share))
+        used = [one.image.size for one in (*result.train, *result.held_out) if one.group.dataset == number]
+        if images:
+            result.sizes[number] = describe_sizes(dataset, pixel_multiple, images, list(filter(None, used)))
+    result.warnings.extend(result.unused)
     if (number := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
         raise UserError(
             f"{config.path}: an epoch of {number:,} images, each as often as num_repeats says; at most {MOST_IMAGES:,} "

@@ -12,9 +12,9 @@ Masks and control images belong to an image by its name: a file of the image's s
 leading zeros), counted from 0. With ``recursive`` the folders inside ``image_dir`` belong to it, and folders of masks
 and control images have the same folders inside: ``photos/paris/cat.jpg`` has ``masks/paris/cat.png``.
 
-Of a caption's lines all are trained on with ``multiline_captions``, one at a time with ``enable_wildcard``, else the
-first, as in sd-scripts (whose ``read_caption`` takes it even where it is empty; here the first with words). Keys of a
-metadata file that nothing reads are named.
+Of a caption's lines all are trained on with ``multiline_captions``, one at a time with ``enable_wildcard`` (lines that
+are in none of the variants are counted in a note), else the first, as in sd-scripts (whose ``read_caption`` takes it
+even where it is empty; here the first with words). Keys of a metadata file that nothing reads are named.
 
 What lies in a folder and is not trained on is named, with the reason; files that systems and trainers leave there
 (``Thumbs.db``, caches) are not.
@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from library.config.markers import is_nothing
 from library.config.model_types import ConditionKind
-from library.data.captions import TRIGGER, lacks_trigger
+from library.data.captions import MARKS, never_drawn, trigger_is_added
 from library.data.config import Subset, SubsetSettings, refused_condition_keys
 from library.data.file_index import UNKNOWN, FileIndex, SourceFile, Stats, files_inside, list_folder
 from library.data.new_dataset import IMAGE_SUFFIXES
@@ -55,7 +55,7 @@ _Listing = tuple[Path, dict[str, Stats], dict[str, list[str]], dict[str, list[st
 class Source:
     """One image; ``name`` is its path relative to the subset's folder, ``caption`` its raw text.
 
-    ``more_lines``: whether its caption has lines that are not trained on.
+    ``more_lines``: whether its caption has lines that are not trained on. ``is_refused``: whether training refuses it.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Source:
     control_images: tuple[SourceFile, ...] = ()
     more_lines: bool = False
     caption_file: str | None = None
+    is_refused: bool = False
 
     @property
     def files(self) -> list[SourceFile]:
@@ -74,7 +75,7 @@ class Source:
 
 
 def find_sources(
-    subset: Subset, index: FileIndex, warnings: list[str], conditioning: ConditionKind = "none"
+    subset: Subset, index: FileIndex, warnings: list[str], conditioning: ConditionKind = "none", variants: int = 1
 ) -> list[Source]:
     """List a subset's images with captions, masks and control images, sorted by name.
 
@@ -83,11 +84,12 @@ def find_sources(
         index: memory of the subset's cache folder.
         warnings: lines are added about images without a caption and masks without an image.
         conditioning: what the model is given; of an edit model every image must have a control image.
+        variants: how many are drawn of a caption.
     """
     found = find_images(subset, index, warnings, conditioning, None)
     masks, fills = (_find_masks(subset, key, found, index, warnings) for key in _MASKS)
     found = [replace(s, mask=mask, inpaint_mask=fill) for s, mask, fill in zip(found, masks, fills, strict=True)]
-    _note_trigger(subset, found, warnings)
+    _note_trigger(subset, found, warnings, variants)
     if conditioning == "references":
         found = _with_control_images(subset, found, index, warnings)
     return found
@@ -102,19 +104,21 @@ def find_images(
     return _from_folder(subset, index, warnings, refusals)
 
 
-def _note_trigger(subset: Subset, found: list[Source], warnings: list[str]) -> None:
+def _note_trigger(subset: Subset, found: list[Source], warnings: list[str], variants: int) -> None:
     """Say where the trigger word is put in; its mark without a word would be learnt as text, so it is refused."""
     settings, where = subset.settings, subset.where
     if word := settings.trigger_word:
-        bare = sum(lacks_trigger(source.caption, settings) for source in found)
+        put = [trigger_is_added(source.caption, settings, variants) for source in found]
+        bare, partly = sum(True in each for each in put), sum(len(each) > 1 for each in put)
         done = f"put in front of {bare} of {counted(len(found), 'caption')}" if bare else "in every caption"
+        done += f", of {partly} in some of its variants" if partly else ""
         known_as = f" (preserve_class {settings.preserve_class!r})" if settings.preserve_class else ""
         warnings.append(f"{where}: trigger word {word!r}{known_as} {done}")
         return
-    added = f"{settings.caption_prefix}{settings.caption_suffix}"
-    if marked := [source.name for source in found if TRIGGER in source.caption or TRIGGER in added]:
+    added, mark = f"{settings.caption_prefix}{settings.caption_suffix}", MARKS[0]
+    if marked := [source.name for source in found if mark in f"{source.caption}{added}"]:
         remedy = "write captions without it, as is_reg has no trigger word" if settings.is_reg else "set trigger_word"
-        raise UserError(f"{where}: {TRIGGER} in the captions of {_some_of(marked, len(found))}; {remedy}")
+        raise UserError(f"{where}: {mark} in the captions of {_some_of(marked, len(found))}; {remedy}")
 
 
 def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, warnings: list[str]) -> list[Source]:
@@ -281,15 +285,16 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
                 found.append(Source(name, image, subset.settings.class_tokens or ""))
                 continue
             path = f"{folder}{os.sep}{beside}"
-            found.append(Source(name, image, "\ufffd", caption_file=path))  # if it cannot be read
+            found.append(Source(name, image, "", caption_file=path, is_refused=True))  # until it is read
             caption, more = lines_read(index.caption(path, files.get(beside, UNKNOWN)), subset.settings)
-            found[-1] = replace(found[-1], caption=caption, more_lines=more)
             if not caption:
                 raise UserError(f"{path}: empty caption; write one, or delete the file to use class_tokens")
-    if without and subset.settings.class_tokens is None:
-        with gathering(refusals):
+            found[-1] = replace(found[-1], caption=caption, more_lines=more, is_refused=False)
+    with gathering(refusals):
+        if without and subset.settings.class_tokens is None:
             _complain_about_missing_captions(subset, files, without, len(names), warnings)
-    return found
+        return found
+    return [replace(source, is_refused=True) for source in found]
 
 
 def captions_beside(files: Collection[str], subset: Subset, refuse: bool = True) -> dict[str, str]:
@@ -356,11 +361,23 @@ def lines_read(text: str, settings: SubsetSettings) -> tuple[str, bool]:
     return "\n".join(read), len(lines) > len(read)
 
 
-def note_lines(where: str, sources: Sequence[Source]) -> list[str]:
-    """Return a note on captions of which the first line alone is trained on, if there are any."""
-    names = [source.name for source in sources if source.more_lines]
-    why = "the first of each is trained on, as in sd-scripts: set multiline_captions = true to train on all of it"
-    return [f"{where}: several lines in the captions of {_some_of(names, len(sources))}; {why}"] if names else []
+def note_lines(subset: Subset, sources: Sequence[Source], variants: int) -> list[tuple[list[Source], str]]:
+    """Return notes on captions of which parts are not trained on, with the images that have them.
+
+    Those are all lines but the first, or lines and choices of wildcards that are in none of a caption's ``variants``.
+    """
+    read = "the first of each is trained on, as in sd-scripts: set multiline_captions = true to train on all of it"
+    cut = [source for source in sources if source.more_lines]
+    notes = [(cut, f"several lines in the captions of {_images(cut, len(sources))}; {read}")]
+    drawn = [(source, *never_drawn(source.caption, subset.settings, variants)) for source in sources]
+    if missed := [each for each in drawn if each[1]]:
+        few = [source for source, _, _ in missed]
+        text = (
+            f"{sum(n for _, n, _ in missed)} lines or choices in the captions of {_images(few, len(sources))} are in "
+        )
+        text += f"none of the {variants} variants drawn of each, and not trained on: caption_variants = "
+        notes.append((few, f"{text}{max(enough for _, _, enough in missed)} draws all"))
+    return [(of, f"{subset.where}: {text}") for of, text in notes if of]
 
 
 def _complain_about_missing_captions(
@@ -543,6 +560,10 @@ def _masks_among(subset: Subset, files: Iterable[str]) -> list[str]:
     """Return the masks among the ``files`` of a subset's folder, if it is the folder of its masks too."""
     is_theirs = subset.image_dir in (subset.mask_dir, subset.inpaint_mask_dir)
     return [name for name in files if is_theirs and is_image(name) and stem(name).endswith(_LABELS[0])]
+
+
+def _images(some: Sequence[Source], total: int) -> str:
+    return _some_of([source.name for source in some], total)
 
 
 def _some_of(names: Sequence[str], total: int) -> str:

@@ -31,6 +31,7 @@ from library import __version__
 from library.checksums import fingerprint
 from library.config.markers import AtStart, EffectOnly, OnlyWith, is_nothing, options
 from library.config.optimizer_types import OPTIMIZERS, PIP_NAMES
+from library.data.captions import drawn_from
 from library.data.config import DatasetConfig
 from library.data.samples import Sample
 from library.errors import UserError, counted, names_in_short
@@ -77,7 +78,8 @@ class RunInputs:
         for each in samples:
             masks = [file and file.content for file in (each.mask, each.inpaint_mask)]
             controls, repeats = [image.key() for image in each.control_images], 1 if each.held_out else each.repeats
-            aspects = (each.image.content, each.caption, masks, controls, each.fit, repeats, each.held_out)
+            caption = drawn_from(each.caption, each.settings)
+            aspects = (each.image.content, caption, masks, controls, each.fit, repeats, each.held_out)
             key = each.identity if by_path else each.identity.partition("\n")[2]
             self.add(key, aspects, Path(each.image.path).name)
         return self

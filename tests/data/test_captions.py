@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -10,12 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
 from PIL import Image
 from torch import Tensor
 
 from library.config.schema import DatasetArguments
 from library.data.cache import TextJob
-from library.data.captions import caption_variants, choose_caption, has_word, plain_caption, replace_word, words_around
+from library.data.captions import (
+    caption_variants,
+    choose_caption,
+    drawn_from,
+    has_word,
+    never_drawn,
+    plain_caption,
+    replace_word,
+    words_around,
+)
 from library.data.config import DatasetConfig, SubsetSettings, load_dataset_config
 from library.data.dataset import TrainingData
 from library.data.lint import check
@@ -87,6 +99,73 @@ def test_wildcards_choose_one_option_and_doubled_braces_stay() -> None:
     variants = caption_variants("a {red|blue|green} {{cat}}", rules(enable_wildcard=True), 30)
     assert set(variants) == {"a red {cat}", "a blue {cat}", "a green {cat}"}
     assert plain_caption("a {red|blue} {{cat}}", rules(enable_wildcard=True)) == "a red {cat}"
+
+
+@given(
+    some.lists(some.integers(1, 5), min_size=1, max_size=7), some.integers(1, 40), some.booleans(), some.integers(0, 99)
+)
+def test_as_many_lines_and_choices_are_drawn_as_variants_allow_and_the_others_are_counted(
+    choices: list[int], count: int, shuffle: bool, seed: int
+) -> None:
+    """Line n has ``choices[n]`` choices; what is in a variant is read off the variants."""
+    options = {f"l{n} of {seed}": [f"{n}-{k}" for k in range(many)] for n, many in enumerate(choices)}
+    raw = "\n".join(f"{line}, {{{'|'.join(of)}}}" for line, of in options.items())
+    settings = rules(enable_wildcard=True, shuffle_caption=shuffle)
+    variants = caption_variants(raw, settings, count)
+    drawn = {line: {one for one in of if any(one in v for v in variants)} for line, of in options.items()}
+    reached = [line for line in options if any(line in variant for variant in variants)]
+    assert len(reached) == min(len(choices), count)
+    left = len(choices) - len(reached) + sum(len(options[line]) - len(drawn[line]) for line in reached)
+    missed, enough = never_drawn(raw, settings, count)
+    assert missed == left
+    assert never_drawn(raw, settings, max(count, enough))[0] == 0
+    times = Counter(one for v in variants for of in options.values() for one in of if one in v.split(", "))
+    if len(variants) == count:
+        assert max(times.values()) <= math.ceil(math.ceil(count / len(choices)) / min(choices))  # evenly, in each line
+    assert caption_variants(raw, settings, count + 3)[: len(variants)] == variants or len(variants) == 1
+
+
+def test_lines_that_no_variant_has_are_told_and_where_the_trigger_word_is_put_in_is_said_of_all_lines(
+    tmp_path: Path,
+) -> None:
+    add_image(tmp_path / "img", "a.png", caption="a zorbo\n" + "\n".join(f"line {k}" for k in range(19)))
+    toml = write_toml(tmp_path, general="enable_wildcard = true\ntrigger_word = 'zorbo'")
+    said = "12 lines or choices in the captions of 1 of 1 image (a.png) are in none of the 8 variants"
+    report, warnings = check(load(toml), 16, silent), build(toml).warnings
+    (finding,) = report.by_kind()["lines"]
+    assert said in finding.text
+    assert "caption_variants = 20 draws all" in finding.text
+    assert finding.text in warnings
+    put = [line for line in warnings if "trigger word" in line]
+    assert "put in front of 1 of 1 caption" in put[0]
+    assert [*report.notes] == put
+    arguments = DatasetArguments(dataset_config=str(toml), caption_variants=20)
+    report = check(load_dataset_config(toml, arguments), 16, silent)
+    assert report.findings == []
+    assert report.notes[0].endswith("put in front of 1 of 1 caption, of 1 in some of its variants")
+
+
+def test_captions_that_are_drawn_in_another_way_than_before_are_not_taken_for_the_old_ones() -> None:
+    """Of these a resumed run says that they have changed; the text encoder's cache goes by the text."""
+    assert drawn_from("a\nb", rules()) == "a\nb"
+    assert drawn_from("a\nb", rules(enable_wildcard=True)) != "a\nb"
+    assert drawn_from("a", rules(enable_wildcard=True, caption_prefix="{b|c}")) != "a"
+    assert set(caption_variants("a", rules(enable_wildcard=True, caption_prefix="{b|c}"), 2)) == {"b a", "c a"}
+
+
+@pytest.mark.parametrize(
+    ("word", "caption", "mark"),
+    [
+        ("zorbo", "a [Trigger]", "[Trigger]"),
+        ("", "a [ name ]", "[ name ]"),
+        ("", "a [name]", "[name]"),
+        ("z", "[nam]", ""),
+    ],
+)
+def test_a_mark_that_is_trained_as_text_is_a_finding(tmp_path: Path, word: str, caption: str, mark: str) -> None:
+    add_image(tmp_path / "img", "a.png", caption=caption)
+    report = check(load(write_toml(tmp_path, general=f"trigger_word = '{word}'")), 16, silent)
+    assert [one.text.partition(" is trained")[0] for one in report.findings] == [f"a.png: {mark}"] * bool(mark)
 
 
 def test_with_wildcards_every_line_is_a_choice_and_gets_prefix_and_suffix() -> None:
@@ -238,6 +317,8 @@ def words(config: DatasetConfig) -> list[tuple[str | None, str | None]]:
         ("zorbos everywhere", "zorbo, zorbos everywhere"),
         ("un-zorbo-like", "un-zorbo-like"),
         ("a [trigger] and another [trigger]", "a zorbo and another zorbo"),
+        ("[name] with a [trigger]", "zorbo with a zorbo"),  # ai-toolkit, toolkit/prompt_utils.py
+        ("a [Trigger]", "zorbo, a [Trigger]"),  # it minds the case
         ("", "zorbo"),
         ("一只zorbo在草地上", "一只zorbo在草地上"),
         ("zorbo가 있다", "zorbo가 있다"),

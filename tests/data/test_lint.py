@@ -91,7 +91,7 @@ def test_captions_that_are_empty_or_shared(folder: Path) -> None:
     (folder / "images" / "1.txt").write_text(" \n")
     for name in ("2", "3"):
         (folder / "images" / f"{name}.txt").write_text("the same")
-    assert sorted(map(sorted, found(folder, "caption"))) == [["1.png"], ["2.png", "3.png"]]
+    assert found(folder, "caption") == [{"2.png", "3.png"}]
     assert "empty caption" in found_text(folder, "setup")  # training refuses the file
 
 
@@ -142,7 +142,42 @@ def test_captions_without_an_ending_are_found_where_training_would_refuse_the_re
     (folder / "images" / "0").write_text(" \n")  # an empty caption, at which training stops
     text = (folder / "dataset.toml").read_text()
     (folder / "dataset.toml").write_text(text.replace('caption_extension = ".txt"', 'caption_extension = ""'))
-    assert found(folder, "caption") == [{"0.png"}]
+    assert found(folder, "caption") == []
+    assert "images/0: empty caption; write one" in found_text(folder, "setup")
+
+
+BAD = {"latin": "caf\xe9".encode("latin-1"), "sjis": "\u732b".encode("shift-jis"), "utf-32": "cat".encode("utf-32")}
+BAD |= {"nul": b"a\0b", "empty": b"", "blank": b" \r\n\t"}
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_caption_that_cannot_be_used_has_one_finding(folder: Path, missing: bool) -> None:
+    for number, text in enumerate(BAD.values()):
+        caption = folder / "images" / f"{number}.txt"
+        caption.unlink() if missing else caption.write_bytes(text)
+    report = looked(folder)
+    assert [one.kind for one in report.findings] == ["setup"] * (1 if missing else len(BAD))
+    assert report.images == 6
+
+
+@pytest.mark.parametrize(("count", "share", "unused"), [(10, None, 4), (6, None, 0), (9, 0.25, 2)])
+def test_of_regularisation_images_the_check_says_what_training_says(
+    folder: Path, count: int, share: float | None, unused: int
+) -> None:
+    """Of those that stay away without a share 6 are used; of a share's those of two sizes that are seen in turn."""
+    (folder / "regular").mkdir()
+    for number in range(count):
+        size = (160, 160) if number < 7 or share is None else (320, 80)
+        make_image(number + 50, size).save(folder / "regular" / f"{number}.png")
+    more = '[[datasets.subsets]]\nimage_dir = "regular"\nis_reg = true\nclass_tokens = "a house"'
+    write_toml(folder, more)
+    config = load_dataset_config(folder / "dataset.toml", DatasetArguments(dataset_config="d"))
+    report, trained = check(config, 16, lambda *_: lambda _: None, None, 0, share), scan(config, 0, 16, 1.0, share)
+    assert [*report.notes] == trained.warnings
+    assert sum(f"{unused} of {count} regularisation images" in note for note in report.notes) == bool(unused)
+    assert "at 128x128" in report.sizes[0]
+    if share is None:
+        assert f"{6 + count - unused} at 128x128" in report.sizes[0]
 
 
 def found_text(folder: Path, kind: str) -> str:
