@@ -132,7 +132,7 @@ class ChatTemplate(PromptTemplate):
     def __init__(self, name: str, tokenizer: Tokenizer, source: str, names: dict[str, str]) -> None:
         """Take the template's text, and the special tokens that it may name (``bos_token``)."""
         super().__init__(tokenizer)
-        self.name, self._source, self._names = name, source, names
+        self.name, self.source, self.names = name, source, names
 
     def tokens(self, messages: Sequence[Message], answer_next: bool = False) -> tuple[list[int], list[int]]:
         """Return the tokens of ``messages``, and for each the index of the assistant's message that it ends or says.
@@ -210,15 +210,15 @@ class ChatTemplate(PromptTemplate):
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        marked = _GENERATION.search(self._source) is not None
+        marked = _GENERATION.search(self.source) is not None
         try:
             texts, spans = render_jinja_template(
                 [[message._asdict() for message in messages]],
-                chat_template=self._source,
+                chat_template=self.source,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=answer_next,
                 date_string=_DATE,
-                **self._names,
+                **self.names,
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as error:
             raise UserError(

@@ -16,6 +16,7 @@ own turn. New ones get the numbers after the last token; ``added_tokens.json`` b
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 import shutil
@@ -103,6 +104,16 @@ class Tokenizer(ABC):
     def begins(self) -> list[int]:
         """Return what stands before a text's own tokens: the first token, where texts do not end with it too."""
         return [] if self.bos in (None, self.eos) else [self.bos]
+
+    def fingerprint(self) -> str:
+        """Return 32 hex digits that follow from what each number means and which numbers a text gets.
+
+        The texts of all tokens, and characters with all bytes, are encoded; how a file is written does not count.
+        """
+        texts = [self.decode([number]) for number in range(self.vocab_size)]
+        numbers = self.encode("\n".join([*texts, *map(chr, range(1, 0xD800, 61))]))
+        facts = (sorted(self.special.items()), self.bos, self.eos, texts, numbers)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def _find_ends(self) -> None:
         self.bos = next((self.special[name] for name in _FIRST if name in self.special), None)

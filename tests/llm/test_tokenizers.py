@@ -184,6 +184,18 @@ def test_half_a_surrogate_pair_is_a_replacement_character(tmp_path: Path, kind: 
     assert tokenizer.encode("a \ud83d\ude00 b") == tokenizer.encode("a \U0001f600 b")
 
 
+def test_a_fingerprint_is_that_of_the_tokens_and_not_of_the_files(tmp_path: Path) -> None:
+    prints = []
+    for i, tokenizer in enumerate(every_kind(tmp_path)):
+        prints.append(tokenizer.fingerprint())
+        assert load_tokenizer(tmp_path / str(i)).fingerprint() == prints[-1]
+        tokenizer.add_special_tokens(["<|three|>"])
+        prints.append(tokenizer.fingerprint())
+        tokenizer.eos = 5
+        prints.append(tokenizer.fingerprint())
+    assert len(set(prints)) == len(prints)
+
+
 def test_added_special_tokens_come_after_all_others_and_are_saved(tmp_path: Path) -> None:
     for tokenizer in every_kind(tmp_path):
         last = tokenizer.vocab_size

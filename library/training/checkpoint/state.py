@@ -48,7 +48,7 @@ from library.safetensors_io import write_safetensors
 from library.training.checkpoint.saving import fallback_folder
 
 WEIGHTS, POSITION, INPUTS = "weights.safetensors", "position.json", "inputs"
-AUTO = "auto"
+AUTO, TOKENIZER = "auto", "tokenizer"  # a setting of pretraining's states: its fingerprint
 _OF_ANOTHER_VERSION = (
     "is incomplete or of another version of Tandem ({}); resume it with the version that wrote it, or start a new run "
     "from its LoRA or model (network_weights, init_from)"
@@ -145,6 +145,12 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
         raise UserError(f"resume: {folder} {_OF_ANOTHER_VERSION.format(f'{POSITION} does not fit: {error}')}") from None
     saved_settings |= {key: part(saved_settings[key]) for key, part in LASTING_PARTS.items() if key in saved_settings}
     differing = sorted(key for key, value in settings.items() if saved_settings.get(key, value) != value)
+    if TOKENIZER in differing:
+        raise UserError(
+            f"resume: {folder} was trained with another tokenizer than that of data_dir, in which tokens have other "
+            "numbers; set a corpus of its own tokenizer (tools/prepare_text.py --tokenizer, with the folder of the "
+            "model that the run saved), or start a new run"
+        )
     pairs = {key: (json.dumps(saved_settings[key]), json.dumps(settings[key])) for key in differing}
     if changed := [f"{key} = {before}, now it is {after}" for key, (before, after) in pairs.items()]:
         raise UserError(

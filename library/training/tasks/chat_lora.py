@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,7 +54,7 @@ from library.training.memory.budget import recompute_blocks
 from library.training.parallel.parallelize import ParallelSpec, lm_parallel_spec
 from library.training.plan import LoraPlan, resolve
 from library.training.report.progress import counting
-from library.training.run_inputs import ASPECTS, require_same
+from library.training.run_inputs import ASPECTS, RunInputs, require_same
 from library.training.sampling.text import TextSampler
 from library.training.tasks.lora import LoraTask
 from networks.files.adapters import load_adapter
@@ -100,12 +99,17 @@ class ChatLora(LoraTask):
         self.layout: QuantizedFile | None = weights.quantized
         plan_base(config.precision, self.layout, seed, device)
         self.base_fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
-        self.base_parts = {"config": content_hash(repr(self.sizes).encode())}
         self.resume_keys = resume_keys(config)
         self._say_defaults()
         self._check_saved(weights)
         tokenizer = Path(config.model.tokenizer or folder).expanduser()
         self.template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer)
+        written = self.template.name, self.template.source, self.template.names
+        self.base_parts = {
+            "config": content_hash(repr(self.sizes).encode()),
+            "chat template": content_hash(repr(written).encode()),
+            "tokenizer": self.template.tokenizer.fingerprint(),
+        }
         if config.sampling.sample_prompts:
             self.sampler = self._build_sampler(config.sampling)
 
@@ -133,11 +137,7 @@ class ChatLora(LoraTask):
     def prepare(self) -> None:
         config, training, chat = self.plan.config, self.plan.config.training, self.plan.config.chat
         with agreed("reading the conversations"):
-            windows, held_out = prepare_chats(chat, self.template, self.sizes, training.seed, self.console)
-        for split, examples in enumerate((chain.from_iterable(windows), held_out)):
-            for each in examples:
-                content = content_hash(each.tokens.numpy().tobytes() + each.targets.numpy().tobytes())
-                self.inputs.add(content, [None] * (len(ASPECTS) - 1) + [split])
+            windows, held_out = prepare_chats(chat, self.template, self.sizes, training.seed, self.console, self.inputs)
         require_same({}, self.inputs)
         self.load_network()
         size = chat.train_batch_size
@@ -193,9 +193,9 @@ class ChatLora(LoraTask):
 
 
 def prepare_chats(
-    config: ChatDataConfig, template: ChatTemplate, model: LMConfig, seed: int, console: Console
+    config: ChatDataConfig, template: ChatTemplate, model: LMConfig, seed: int, console: Console, inputs: RunInputs
 ) -> tuple[list[Window], list[Example]]:
-    """Read, split, tokenise and pack the conversations, and say what was read.
+    """Read, split, tokenise and pack the conversations, say what was read, and add it to ``inputs``.
 
     Return windows to train on, and conversations to validate on.
 
@@ -209,12 +209,14 @@ def prepare_chats(
     tokens = template.tokenizer.vocab_size
     if tokens > model.vocab_size:
         raise UserError(f"tokenizer: it has {tokens} tokens, the model {model.vocab_size}; set the model's own")
-    chats = _with_system(read_chats(config.train_data), config.system_prompt)
-    held_out: list[Chat] = []
-    if config.validation_data:
-        held_out = _with_system(read_chats(config.validation_data), config.system_prompt)
+    chats = read_chats(config.train_data)
+    held_out = read_chats(config.validation_data) if config.validation_data else []
     if config.validation_split:
         chats, held_out = _split(chats, config.validation_split, seed)
+    for split, part in enumerate((chats, held_out)):
+        for chat in part:
+            inputs.add(repr((chat.messages, chat.trained)), [None] * (len(ASPECTS) - 1) + [split])
+    chats, held_out = (_with_system(part, config.system_prompt) for part in (chats, held_out))
     train_on_all = config.train_on == "all"
     with counting(console) as start:
         advance = start("tokenising conversations", len(chats) + len(held_out))

@@ -42,7 +42,7 @@ from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, fourth_blocks, preset
 from library.randomness import generator
 from library.training.checkpoint.output_folder import SETTINGS, describe_settings
-from library.training.checkpoint.state import Position, load_training_state, start_position
+from library.training.checkpoint.state import TOKENIZER, Position, load_training_state, start_position
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.factory import (
     build_optimizer,
@@ -105,7 +105,7 @@ class Pretraining(Task):
         self.state = state
         self.shards = TokenShards(self.plan.config.data.data_dir, "train")
         self.tokenizer = load_tokenizer(self.plan.config.data.data_dir)
-        self.resume_keys = resume_keys(self.plan.config)
+        self.resume_keys = resume_keys(self.plan.config) | {TOKENIZER: self.tokenizer.fingerprint()}
 
     def prepare(self) -> None:
         config, training, accelerator = self.plan.config, self.plan.config.training, self.accelerator

@@ -7,6 +7,8 @@ import math
 import random
 import re
 import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -30,6 +32,7 @@ from library.training.run_inputs import ASPECTS, RunInputs, changes_since, datas
 from tests import chat_runs, pretraining_runs
 from tests.runs import ROOT, lora, metrics, run, same, write_dataset
 from tests.training.parallel.test_same_inputs import PARTS
+from tools.prepare_text import parser, prepare
 
 MODEL = ["--pretrained_model_name_or_path", "m"]
 SCRIPTS: dict[str, tuple[Script[Any], list[str]]] = {
@@ -162,6 +165,75 @@ def test_conversations_in_another_order_are_told(at: int, tmp_path: Path, capsys
     assert "resume: dataset: 8 conversations in another order: from now on" in said
     line = "note: the samples of this epoch, or their order, have changed; the run goes on after 2 of its 4 batches"
     assert (line in said) == (at == 2), "within an epoch, not between two"
+
+
+def add_template(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{m['role']}}: {{m['content']}}\n{% endfor %}")
+
+
+def exchange_numbers(model: Path) -> None:
+    """Two tokens of several letters take each other's number."""
+    told = json.loads((model / "tokenizer.json").read_text())
+    numbers = told["model"]["vocab"]
+    one, other = sorted(numbers, key=numbers.__getitem__)[-2:]
+    numbers[one], numbers[other] = numbers[other], numbers[one]
+    (model / "tokenizer.json").write_text(json.dumps(told))
+
+
+def drop_a_merge(model: Path) -> None:
+    told = json.loads((model / "tokenizer.json").read_text())
+    told["model"]["merges"].pop()
+    (model / "tokenizer.json").write_text(json.dumps(told))
+
+
+def write_otherwise(model: Path) -> None:
+    told = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps(told, sort_keys=True, indent=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [(add_template, "chat template"), (exchange_numbers, "tokenizer"), (drop_a_merge, "tokenizer"),
+     (write_otherwise, "")],
+)  # fmt: skip
+def test_another_template_or_tokenizer_is_told_as_such_and_not_as_other_conversations(
+    change: Callable[[Path], None], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = chat_runs.write_place(tmp_path)
+    chat_runs.run(place, tmp_path / "out", save_state=True, max_train_steps=2)
+    change(place / "llama")
+    capsys.readouterr()
+    chat_runs.run(place, tmp_path / "out", save_state=True, max_train_steps=3, resume="auto")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("resume: ", "note: "))]
+    wanted = [f"resume: base model's {part}: its files hold something else: from now on"] if part else []
+    assert [line for line in said if "going on" not in line and "max_train_steps" not in line] == wanted
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_corpus_of_another_tokenizer_is_refused(
+    own: bool, in_place: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other texts are trained on; but to the saved embeddings another tokenizer's numbers are other words."""
+    (tmp_path / "texts").mkdir()
+    corpus, other = pretraining_runs.write_corpus(tmp_path / "texts"), tmp_path / "other"
+    settings: dict[str, Any] = {"save_state": True, "max_train_steps": 3}
+    pretraining_runs.run(corpus, tmp_path / "out", **settings)
+    texts = (tmp_path / "texts" / "texts.jsonl").read_text().splitlines()
+    backwards = [json.dumps({"text": " ".join(reversed(json.loads(text)["text"].split()))}) for text in texts]
+    (tmp_path / "texts" / "texts.jsonl").write_text("\n".join(backwards))
+    tokenizer = ["--train_tokenizer", "300"] if own else ["--tokenizer", str(tmp_path / "out" / "model")]
+    words = ["--workers", "0", "--validation_share", "0.1", "--save_to", str(other)]
+    prepare(parser().parse_args([str(tmp_path / "texts"), *tokenizer, *words]))
+    sizes = [json.loads((each / "index.json").read_text())["content"]["vocab_size"] for each in (corpus, other)]
+    assert sizes[0] == sizes[1]
+    if in_place:
+        shutil.rmtree(corpus)
+        other = other.rename(corpus)
+    capsys.readouterr()
+    with pytest.raises(UserError, match="with another tokenizer than that of data_dir") if own else nullcontext():
+        pretraining_runs.run(other, tmp_path / "out", **settings | {"max_train_steps": 4}, resume="auto")
+    assert own or "resume: data_dir" in capsys.readouterr().out
 
 
 def rates(folder: Path, prefix: str = "lr/") -> dict[int, list[float]]:
