@@ -9,13 +9,12 @@ The configuration is complete and checked before anything heavy is imported: a w
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING
 
 from library.config import TrainConfig, load_config
 from library.config.chat_schema import ChatTrainConfig
-from library.config.kohya.translate import Note, summary
+from library.config.kohya.translate import Note, print_summary
 from library.config.load import load_for, names_language_model
 from library.config.scripts import LANGUAGE_LORA
 from library.errors import exit_on_user_error
@@ -32,8 +31,7 @@ def main() -> None:
     notes: list[Note] = []
     is_chat = names_language_model(sys.argv[1:])
     config = load_for(LANGUAGE_LORA, sys.argv[1:], notes) if is_chat else load_config(sys.argv[1:], notes)
-    if os.environ.get("RANK", "0") == "0":
-        print("\n".join(summary(notes)), end="\n" if notes else "")
+    print_summary(notes)
     if exit_code := train(config).stop_request.exit_code:
         raise SystemExit(exit_code)
 

@@ -10,7 +10,6 @@ encoder. Run it in one process before a training on several GPUs that split the 
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 from library.config import TrainConfig, load_config
-from library.config.kohya.translate import summary
+from library.config.kohya.translate import print_summary
 from library.config.kohya.translation import Note
 from library.errors import exit_on_user_error
 from library.processes import one_of_several, watched
@@ -52,8 +51,7 @@ def main() -> None:
     notes: list[Note] = []
     _, flags = training_tool_parser(__doc__).parse_known_args()
     config = load_config(flags, notes)
-    if os.environ.get("RANK", "0") == "0":
-        print("\n".join(summary(notes)), end="\n" if notes else "")
+    print_summary(notes)
     from library.training.signals import interruptible
 
     with interruptible("what is cached is kept, and the same command goes on from it"):

@@ -62,6 +62,7 @@ from library.data.gallery import described, hashed_previews, small_jpeg, thumbna
 from library.data.lint import Advance, Report, check, title, without_broken
 from library.data.samples import Sample, scan
 from library.data.sources import names_controls
+from library.training.run_inputs import idle_options
 
 _SHOWN = 5  # findings of a kind in the terminal
 
@@ -179,6 +180,7 @@ def main() -> None:
         from library.data.dataset import preserving
 
         share, _ = preserving(training.preservation, config, training.training.prior_loss_weight)
+        config = replace(config, overridden=(*config.overridden, *idle_options(training, config)))
     printed = nullcontext(partial(print_progress, console, seconds=0.5))
     with printed if options.json is not None else counting(console) as start:
         report = check(config, pixel_multiple, start, too_long, options.seed, share)

@@ -165,15 +165,13 @@ class AtStart:
 
 @dataclass(frozen=True)
 class EffectOnly:
-    """Marks an option that may stand where it has no effect; what a resumed run says of its change follows from this.
+    """Marks an option that may stand where it has no effect, which a run says then; a resumed one says it of a change.
 
     Attributes:
-        without: an option that wins over it.
         where: options and keys of a dataset, of which one must be set.
         default_of: the key of a dataset that it is where the dataset does not say; "" for any.
     """
 
-    without: str = ""
     where: tuple[str, ...] = ()
     default_of: str | None = None
 

@@ -26,6 +26,7 @@ from library.config.markers import (
 )
 from library.config.optimizer_types import estimates_step_size
 from library.config.schema import (
+    NOT_IN_EPOCHS,
     SAMPLED,
     AccelerateConfig,
     HubConfig,
@@ -107,7 +108,7 @@ class LLMOptimizerConfig(OptimizerConfig):
 class LLMTrainingConfig(SharedTrainingKeys):
     """How long, in what precision, from which seed."""
 
-    max_train_steps: Positive = Field(1000, description="optimizer steps")
+    max_train_steps: Annotated[Positive, NOT_IN_EPOCHS] = Field(1000, description="optimizer steps")
     mixed_precision: Literal["no", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     full_bf16: Annotated[bool, MUST_MATCH] = Field(
         False, description="weights in bf16 too, updated with stochastic rounding"

@@ -590,8 +590,10 @@ def reason_alone(message: str, key: str) -> str:
 
 def _without_effect(config: Any, settings: Settings) -> Iterator[Conflict]:
     for key, _, field in options(config):
-        for marker in field.metadata if settings.asks(key) else ():
-            if isinstance(marker, OnlyWith) and (unmet := marker.unmet(settings.values)):
+        for marker in field.metadata if key in settings.given else ():
+            if not isinstance(marker, OnlyWith) or not (marker.overridden or settings.asks(key)):
+                continue
+            if unmet := marker.unmet(settings.values):
                 message = f"{key}: has no effect {marker.reason(settings.values)}; remove it"
                 yield Conflict((key, *unmet), message, harmless=True, overridden=marker.overridden)
                 break

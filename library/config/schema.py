@@ -89,6 +89,7 @@ _SWAPPABLE = ", ".join(f"{' or '.join(most)} of {title}" for title, most in _SWA
 _NOT_FROM_FILE = OnlyWith(
     ", which takes layers, ranks and alphas from the file", overridden=True, dim_from_weights=False
 )
+NOT_IN_EPOCHS = OnlyWith(", which wins, as in sd-scripts", overridden=True, max_train_epochs=False)
 
 
 class ModelConfig(Section):
@@ -391,9 +392,7 @@ class OptimizerConfig(Section):
 class SharedTrainingKeys(Section):
     """Keys of the section ``training`` that pretraining has too; ``library.nn.checkpointing`` says what recomputes."""
 
-    max_train_steps: Annotated[Positive, EffectOnly(without="max_train_epochs")] = Field(
-        1600, description="optimizer steps"
-    )
+    max_train_steps: Annotated[Positive, NOT_IN_EPOCHS] = Field(1600, description="optimizer steps")
     max_train_epochs: Positive | None = Field(None, description="epochs; wins over max_train_steps")
     resume: Annotated[str | None, SAME_RESULT] = Field(
         None,

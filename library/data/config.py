@@ -18,8 +18,9 @@ given inpainting masks (by files, by the images' own transparency, or generated)
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,11 +28,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from library.config.kohya.flags import FLAGS
-from library.config.markers import MOST, MOST_SIDE, Batch, Fraction, Seed, is_nothing, split_pairs
+from library.config.markers import MOST, MOST_SIDE, Batch, EffectOnly, Fraction, Seed, is_nothing, split_pairs
 from library.config.model_types import Blank, ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.masks import MASK_KINDS, MaskKind
-from library.errors import UserError, did_you_mean
+from library.errors import UserError, did_you_mean, names_in_short
 from library.files import broken_link, read_toml, written_path
 
 DEFAULT_VARIANTS = 4  # generated masks of an image: each costs as much cache and encoding as the image itself
@@ -147,6 +148,12 @@ _OF_TRAINERS = read_toml(Path(__file__).with_name("keys_of_trainers.toml"))[0]
 OTHER_NAMES: Mapping[str, str] = _OF_TRAINERS["other_names"]
 _OF_FLAGS = {key: f"{FLAGS[key].why}; {FLAGS[key].instead}" for key in _OF_TRAINERS["flags"]}
 REFUSED_KEYS: dict[str, str] = _OF_FLAGS | _OF_TRAINERS["refused"]
+_OPTION_OF = {  # key -> the option that holds where a dataset does not say
+    mark.default_of: option
+    for option, field in DatasetArguments.model_fields.items()
+    for mark in field.metadata
+    if isinstance(mark, EffectOnly) and mark.default_of
+}
 
 
 def is_musubis(table: Mapping[str, Any]) -> bool:
@@ -198,12 +205,16 @@ class Dataset:
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A dataset TOML, read with these arguments for a model that is given this besides a caption."""
+    """A dataset TOML, read with these arguments for a model that is given this besides a caption.
+
+    ``overridden``: lines on the arguments that were given and that hold in none of its datasets.
+    """
 
     path: Path
     datasets: tuple[Dataset, ...]
     arguments: DatasetArguments
     conditioning: ConditionKind = "none"
+    overridden: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -251,7 +262,36 @@ def load_dataset_config(
     classes = {subset.settings.preserve_class for dataset in datasets for subset in dataset.subsets}
     if any(table.get("preserve_class") for table in (general, *written)) and classes == {None}:
         raise UserError(f"{file.path}: preserve_class: has no effect, no subset has a trigger_word; set one")
-    return DatasetConfig(file.path, tuple(datasets), defaults, conditioning)
+    overridden = _overridden(file.path, fallback, defaults, datasets)
+    return DatasetConfig(file.path, tuple(datasets), defaults, conditioning, tuple(overridden))
+
+
+def _overridden(
+    path: Path, fallback: Mapping[str, Any], defaults: DatasetArguments, datasets: list[Dataset]
+) -> Iterator[str]:
+    """Yield a line for each value of ``dataset_args`` (``fallback``: checked) and other options that no dataset has."""
+    options = {option: key for key, option in _OPTION_OF.items()} | {"cache_directory": "cache_directory"}
+    given = [(f"dataset_args: {key}", key, value) for key, value in fallback.items()]
+    for option in options.keys() & defaults.model_fields_set:
+        given += [(option, options[option], value)] if (value := getattr(defaults, option)) else []
+    tables: list[BaseModel] = [each.settings for each in datasets]
+    subsets: list[BaseModel] = [one.settings for each in datasets for one in each.subsets]
+
+    def written(key: str, value: Any) -> str:
+        return f"{key} = {json.dumps(value, ensure_ascii=False)}"
+
+    for option, key, value in sorted(given):
+        whose = tables if key in DATASET_KEYS else subsets
+        wanted, had = getattr(type(whose[0]).model_validate({key: value}), key), [getattr(one, key) for one in whose]
+        effect = "no effect"
+        if option == "cache_directory":  # text lies there all the same
+            wanted, had = written_path(value, option).resolve(), [each.cache_directory for each in datasets]
+            effect = "no effect on latents"
+        names = sorted(_RESOLUTIONS) if key in _RESOLUTIONS else [key]
+        said = {written(name, getattr(one, name)) for one in whose for name in names if name in one.model_fields_set}
+        if said and wanted not in had:
+            who = "dataset_args" if option in options and said == {written(key, fallback.get(key))} else path
+            yield f"{written(option, value)}: {effect}, {who} says {names_in_short(sorted(said), 3)}, which wins"
 
 
 def dataset_value(key: str, value: Any) -> Any:
@@ -291,7 +331,9 @@ def _tables_of_folder(folder: Path, given: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         UserError: it is no such folder.
     """
-    if listed := given.get("in_json"):
+    if (listed := given.get("in_json")) and given.get("reg_data_dir"):
+        raise UserError("dataset_args: reg_data_dir: has no effect with in_json, as in sd-scripts; remove one of them")
+    if listed:
         subsets = [{"image_dir": ".", "metadata_file": str(Path(listed).absolute())}]
     else:
         subsets = _dreambooth_subsets("train_data_dir", folder, Path())
@@ -345,7 +387,7 @@ def _read_table(file: _File, number: int, general: dict[str, Any], defaults: Dat
     if not isinstance(subset_tables, list) or not all(isinstance(subset, dict) for subset in subset_tables):
         raise UserError(f"{file.path}: {name}: subsets must be [[datasets.subsets]] tables; write the double brackets")
     own = _checked(file, name, written, takes_files=not subset_tables)
-    outer = {"batch_size": defaults.train_batch_size, "trigger_word": defaults.trigger_word} | general
+    outer = {key: getattr(defaults, option) for key, option in _OPTION_OF.items()} | general
     inherited = _inherit(outer, own)
     settings = DatasetSettings.model_validate({k: v for k, v in inherited.items() if k in DATASET_KEYS})
     where = f"{file.path}: {name}" if len(file.tables["datasets"]) > 1 else f"{file.path}"

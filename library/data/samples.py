@@ -329,7 +329,7 @@ _NEEDED = {"keep_tokens": ("shuffle_caption", "caption_tag_dropout_rate"), "vali
 
 def idle_parts(config: DatasetConfig) -> list[str]:
     """Return lines on subsets and files that are left out, and on keys without effect, as kohya's configs have them."""
-    lines = _beside_numbered(config)
+    lines = [*config.overridden, *_beside_numbered(config)]
     for dataset in config.datasets:
         settings, limits = dataset.settings, {"min_bucket_reso", "max_bucket_reso"}
         beside, inert = "with bucket_no_upscale", limits if settings.bucket_no_upscale else set[str]()

@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 
 from library import __version__
 from library.checksums import fingerprint
-from library.config.markers import AtStart, EffectOnly, OnlyWith, is_nothing, options
+from library.config.markers import AtStart, EffectOnly, OnlyWith, is_nothing, listed, options
 from library.config.optimizer_types import OPTIMIZERS, PIP_NAMES
 from library.data.captions import drawn_from
 from library.data.config import DatasetConfig
@@ -180,18 +180,35 @@ def _is_without_effect(
     """Return whether, as an option's marks say, a run follows from no value of it."""
     name = key.rpartition(": ")[2]  # of a dataset's key the option that is its default
     tables = [each for each in now.settings if each.startswith("dataset ")]
-    acting = {each.rpartition(": ")[2] for each in tables if not is_nothing(json.loads(_shown(now.settings[each])))}
-    acting |= {each for each, value in values.items() if not is_nothing(value)}
+    acting = _acting(values, {each: now.settings[each] for each in tables})
     for mark in fields[name].metadata if name in fields else ():
         if isinstance(mark, OnlyWith) and mark.unmet(values):
             return True
         if isinstance(mark, EffectOnly):
             filled = {each for each in tables if mark.default_of in ("", each.rpartition(": ")[2])}
-            if mark.without in acting or (tables and mark.where and acting.isdisjoint(mark.where)):
+            if tables and mark.where and acting.isdisjoint(mark.where):
                 return True
             if filled and filled.isdisjoint(changed):
                 return True
     return False
+
+
+def idle_options(config: BaseModel, dataset: DatasetConfig) -> list[str]:
+    """Return a line for every option that was given another value than its default and that this run does not use."""
+    acting = _acting({key: value for key, value, _ in options(config)}, dataset_settings(dataset))
+    return [
+        f"{key} = {json.dumps(value)}: no effect without {listed(mark.where)}"
+        for key, value, about in options(config)
+        for mark in about.metadata
+        if isinstance(mark, EffectOnly) and mark.where and acting.isdisjoint(mark.where)
+        if value != about.get_default()
+    ]
+
+
+def _acting(values: Mapping[str, Any], tables: Mapping[str, str]) -> set[str]:
+    """Return the options, and keys of the dataset's ``tables``, that ask for something."""
+    of_tables = {key.rpartition(": ")[2] for key, text in tables.items() if not is_nothing(json.loads(_shown(text)))}
+    return of_tables | {key for key, value in values.items() if not is_nothing(value)}
 
 
 def _hold_the_same(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool:

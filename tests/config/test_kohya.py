@@ -88,7 +88,7 @@ def test_the_example_of_sd_scripts_gives_the_settings_it_means() -> None:
         "text_encoder_lr": [1e-4],  # without network_train_unet_only CLIP-L is trained too
         "save_format": "kohya",  # what sd-scripts writes
     }
-    assert notes["model_prediction_type"] == "left out: asks for nothing"
+    assert notes["model_prediction_type"] == "accepted: asks for nothing"
     assert notes["cache_latents"] == "accepted: latents are always cached on disk"
 
 
@@ -115,7 +115,7 @@ def test_fp8_options_mean_what_they_mean_there() -> None:
     given, notes = _loaded([*KOHYA, "--fp8_base", "--fp8_scaled"])
     assert given["fp8_scaled"] is True
     assert "fp8_base" not in given
-    assert notes["fp8_base"] == "left out: fp8_scaled is set too and counts"
+    assert notes["fp8_base"] == "accepted: fp8_scaled is set too and counts"
 
 
 def test_what_is_unset_means_what_it_means_in_sd_scripts() -> None:
@@ -380,6 +380,10 @@ def test_the_run_tells_what_it_filled_in_and_not_what_is_as_always() -> None:
     shown = summary(notes)
     assert "note: learning_rate: unset, so 2e-06, the default of sd-scripts" in shown
     assert not any("cache_latents" in line for line in shown)
+    notes = []
+    load_config([*KOHYA, "--huber_c", "0.3", "--sigmoid_scale", "1.0", "--compile_mode", "default"], notes)
+    idle = {note.key for note in notes if f"note: {note.line()}" in summary(notes) and "no effect" in note.text}
+    assert idle == {"huber_c", "compile_mode"}, "what has no effect is told, but for a default"
 
 
 @pytest.mark.parametrize("module", ["networks.lora_flux", "networks.lora_qwen_image"])

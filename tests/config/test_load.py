@@ -371,3 +371,25 @@ def test_nothing_heavy_is_imported_before_the_configuration_is_complete(
     assert not HEAVY & set(found["modules"])  # type: ignore[call-overload]
     # Measured: 0.1 s for pydantic, 0.3 s for all; torch alone would be 2 s. Both scale with the machine.
     assert float(found["all"]) < 10 * float(found["pydantic"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps", ["7", "1600", "1000"])  # the defaults, too
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize(
+    ("script", "needed"),
+    [
+        (LORA, REQUIRED),
+        (LORA, [*REQUIRED, "--network_module", "networks.lora_flux", "--network_train_unet_only"]),  # kohya's
+        (LLM, ["--data_dir", "d", "--preset", "llama-tiny"]),
+    ],
+)
+def test_of_steps_and_epochs_that_are_given_together_a_note_says_that_epochs_win(
+    script: Script[Any], needed: list[str], in_file: bool, steps: str, tmp_path: Path
+) -> None:
+    notes: list[Note] = []
+    file = ["--config_file", _toml(tmp_path, f"max_train_steps = {steps}\nmax_train_epochs = 2")]
+    flags = ["--max_train_steps", steps, "--max_train_epochs", "2"]
+    config = load_for(script, [*needed, *(file if in_file else flags)], notes)
+    (said,) = [line for line in summary(notes) if "max_train_steps" in line]
+    assert said.endswith("max_train_steps: has no effect with max_train_epochs, which wins, as in sd-scripts")
+    assert config.training.max_train_epochs == 2

@@ -117,7 +117,7 @@ def _deprecated(result: Translation, known: Known) -> None:
         if key not in result.values:
             continue
         if is_off(result.take(key)):
-            result.note(key, "left out", "asks for nothing")
+            result.note(key, "accepted", "asks for nothing")
         elif not is_nothing(result.values.get(name)):
             result.note(key, "left out", f"{name} is set too and counts")
         elif value is None:
@@ -153,7 +153,7 @@ def _text_encoders(result: Translation, known: Known) -> None:
         if rates is not None:
             result.leave_out("text_encoder_lr", "has no effect with network_train_unet_only")
     elif rates and is_off(rates):
-        result.leave_out("text_encoder_lr", "zero, so text encoders stay as they are")
+        result.leave_out("text_encoder_lr", "zero, so text encoders stay as they are", "accepted")
     elif not rates and not is_off(result.values.get("dim_from_weights")):
         text = "trains the file's layers of the transformer; sd-scripts trains those of CLIP-L too, which stay out here"
         result.note("dim_from_weights", "note", text)
@@ -294,7 +294,7 @@ def _compile(result: Translation, known: Known) -> None:
 def _fp8(result: Translation, known: Known) -> None:
     """musubi-tuner's fp8_scaled stands beside fp8_base; here it stands alone."""
     if result.tool and not is_off(result.values.get("fp8_scaled")) and "fp8_base" in result.values:
-        result.leave_out("fp8_base", "fp8_scaled is set too and counts")
+        result.leave_out("fp8_base", "fp8_scaled is set too and counts", "accepted")
 
 
 def _tracking(result: Translation, known: Known) -> None:
@@ -305,7 +305,7 @@ def _tracking(result: Translation, known: Known) -> None:
 def _sampling(result: Translation, known: Known) -> None:
     for key in ("sample_every_n_steps", "sample_every_n_epochs"):
         if key in result.values and str(result.values[key]).lstrip("-").isdigit() and int(result.values[key]) <= 0:
-            result.leave_out(key, "zero or less means never")
+            result.leave_out(key, "zero or less means never", "accepted")
 
 
 RULES: tuple[Callable[[Translation, Known], None], ...] = (

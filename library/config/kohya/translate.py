@@ -17,13 +17,14 @@ others by ``library.config.kohya.matters``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, REFUSED_VALUES, SAME_AS, Flag
 from library.config.kohya.matters import QWEN_IMAGE, RULES
 from library.config.kohya.translation import Known, Note, Translation, choices, is_off
-from library.config.markers import OnlyWith
+from library.config.markers import OnlyWith, is_nothing
 from library.config.model_types import MODEL_TYPES, Tool, kohya_model_type
 from library.config.optimizer_types import estimates_step_size
 
@@ -55,7 +56,7 @@ def translate(
         result.values.setdefault("model_type", model_type)
     for key, value in list(result.values.items()) if result.tool else ():
         if value in ("", None, "None") and key != "optimizer_type":
-            result.leave_out(key, "empty, so not set")
+            result.leave_out(key, "empty, so not set", "accepted")
     for key, same in SAME_AS.items():
         if (value := str(result.values.get(key))) in same:
             result.values[key] = same[value]
@@ -73,8 +74,14 @@ def translate(
 
 
 def summary(notes: Sequence[Note]) -> list[str]:
-    """Return the notes a person should see when a run starts: all but what is accepted or empty."""
-    return [f"note: {note.line()}" for note in notes if note.outcome not in ("same", "accepted", "left out")]
+    """Return the notes a person should see when a run starts: all but what is accepted."""
+    return [f"note: {note.line()}" for note in notes if note.outcome not in ("same", "accepted")]
+
+
+def print_summary(notes: Sequence[Note]) -> None:
+    """Print them, one process of several."""
+    if notes and os.environ.get("RANK", "0") == "0":
+        print(*summary(notes), sep="\n")
 
 
 def _apply_flag(result: Translation, flag: Flag, known: Known) -> None:
@@ -89,7 +96,7 @@ def _apply_flag(result: Translation, flag: Flag, known: Known) -> None:
         else:
             result.rename(flag.name, key, value, f"becomes {key}" + (f"; {flag.why}" if flag.why else ""))
     elif asks_for_nothing:
-        result.note(flag.name, "left out", "asks for nothing")
+        result.note(flag.name, "accepted", "asks for nothing")
     elif flag.fate == "noted":
         result.note(flag.name, "note", f"has no effect here: {flag.why}")
     elif flag.fate == "dataset":
@@ -131,7 +138,9 @@ def drop_inert(result: Translation, known: Known, keys: Sequence[str]) -> None:
         inert = next((marker for marker in markers if marker.unmet(values)), None)
         if inert is None:
             continue
-        result.leave_out(key, f"has no effect {inert.reason(values)}")
+        idle = is_nothing(values[key]) or str(values[key]) == str(known[key][1].get_default())
+        lost = inert.overridden or not idle
+        result.leave_out(key, f"has no effect {inert.reason(values)}", "left out" if lost else "accepted")
         if key in defaults:
             result.notes[:] = [note for note in result.notes if note.key != key]
 

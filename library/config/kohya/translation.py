@@ -58,9 +58,9 @@ class Translation:
         """Remove ``key`` and return its value, None if it is not there."""
         return self.values.pop(key, None)
 
-    def leave_out(self, key: str, why: str) -> None:
-        """Remove ``key``, which asks for nothing or has no effect, with a note."""
-        self.note(key, "left out", why)
+    def leave_out(self, key: str, why: str, outcome: Outcome = "left out") -> None:
+        """Remove ``key``, which has no effect, with a note; "accepted": nothing is lost with it."""
+        self.note(key, outcome, why)
         self.take(key)
 
     def place(self, key: str, value: Any, source: str) -> None:

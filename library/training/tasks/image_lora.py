@@ -65,7 +65,7 @@ from library.training.parallel.parallelize import ParallelSpec, devices_to_fill,
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
 from library.training.plan import ImagePlan, resolve_images
 from library.training.report.progress import counting
-from library.training.run_inputs import RunInputs, dataset_settings, require_same
+from library.training.run_inputs import RunInputs, dataset_settings, idle_options, require_same
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
 from library.training.sampling.painting import PaintedSet, missing_of, paint, painted_sets
@@ -172,7 +172,7 @@ class ImageLora(LoraTask):
         captions = captions_of([*data.listed, *(data.validation.samples if data.validation else ())])
         long = long_captions(captions, self.text_encoder.too_long, config.dataset.caption_variants)
         notes = [*note_changes(self.prompts, self.text_encoder.too_long), *(finding.text for finding in long)]
-        for line in [*notes, *summarise(data.listed)]:
+        for line in [*idle_options(config, self.plan.dataset), *notes, *summarise(data.listed)]:
             self.console.print(f"note: {line}", soft_wrap=True)
 
     def _dataset(self, painted: Painted | None = None) -> TrainingData:

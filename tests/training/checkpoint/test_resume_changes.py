@@ -22,13 +22,21 @@ from pydantic.fields import FieldInfo
 
 from library.checksums import write_manifest
 from library.config.load import load_for
-from library.config.markers import resume_keys
+from library.config.markers import EffectOnly, resume_keys
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.data.config import load_dataset_config
 from library.errors import UserError
 from library.files import discard
 from library.training.checkpoint.state import Position, read_inputs, read_position, save_training_state
-from library.training.run_inputs import ASPECTS, RunInputs, changes_since, dataset_settings, sample_changes, settings_of
+from library.training.run_inputs import (
+    ASPECTS,
+    RunInputs,
+    changes_since,
+    dataset_settings,
+    idle_options,
+    sample_changes,
+    settings_of,
+)
 from tests import chat_runs, pretraining_runs
 from tests.runs import ROOT, lora, metrics, run, same, write_dataset
 from tests.training.parallel.test_same_inputs import PARTS
@@ -419,6 +427,27 @@ def test_of_settings_without_effect_nothing_else_is_said(
         inputs.append(RunInputs(settings_of(config) | dataset_settings(load_dataset_config(data, config.dataset))))
     lines = [line for line in changes_since(asdict(inputs[0]), inputs[1], config) if "subset 1: trigger" not in line]
     assert {re.split(r" \S+ -> ", line)[0]: line.rpartition(": ")[2] for line in lines} == wanted, lines
+
+
+ACTING = {"caption_tag_dropout_rate": "0.1"}  # others: true
+WHERE = [
+    (key, value, need)
+    for key, (_, field) in fields(LORA).items()
+    for mark in field.metadata
+    if isinstance(mark, EffectOnly) and mark.where
+    for value in [v for v in values_of(field) if v and v != field.get_default()][:1]
+    for need in ("", *mark.where)
+]
+
+
+@pytest.mark.parametrize(("key", "value", "need"), WHERE)
+def test_a_run_says_of_each_option_that_nothing_uses_it(key: str, value: Any, need: str, tmp_path: Path) -> None:
+    flags, text = (PRIOR, "") if need == "preserve" else ([], need and f"{need} = {ACTING.get(need, 'true')}")
+    data = write_dataset(tmp_path)
+    data.write_text(f"{data.read_text()}{text}\n")
+    config = load_for(LORA, [*MODEL, "--dataset_config", str(data), f"--{key}", str(value), *flags])
+    lines = idle_options(config, load_dataset_config(data, config.dataset))
+    assert [line.startswith(f"{key} = {value}: no effect without ") for line in lines] == [True] * (not need)
 
 
 def test_versions_of_all_that_computes_are_kept() -> None:
