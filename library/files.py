@@ -410,9 +410,10 @@ def parse_toml(text: str, path: str | Path) -> dict[str, Any]:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        if program := find_program(text):
-            command = f"python tools/migrate_config.py --save_to my.toml {path}"
-            raise UserError(f"{path}: is a configuration of {program}; translate it: {command}") from None
+        _refuse_foreign(path, find_program(text))
+        if Path(path).suffix.lower() in (".json", ".jsonc", ".yaml", ".yml"):
+            named = " or ".join(_PROGRAMS.values())
+            raise UserError(f"{path}: is no TOML, and no configuration to train with of {named}; give one") from None
         reason, _, place = str(error).rpartition(" (at ")
         line = re.match(r"line (\d+)", place)
         number = int(line[1]) if line else text.rstrip("\n").count("\n") + 1  # "at end of document"
@@ -422,20 +423,34 @@ def parse_toml(text: str, path: str | Path) -> dict[str, Any]:
         reason = "too many brackets within brackets" if isinstance(error, RecursionError) else str(error)
         raise UserError(f"{path}: not valid TOML ({reason}); correct it") from None
     _refuse_depth(tables, str(path))
+    _refuse_foreign(path, "SimpleTuner" if tables.keys() & _SETTINGS else None)
     return tables
+
+
+def _refuse_foreign(path: str | Path, program: str | None) -> None:
+    if program:
+        command = f"python tools/migrate_config.py --save_to my.toml {path}"
+        raise UserError(f"{path}: is a configuration of {program}; translate it: {command}") from None
 
 
 # What a file of another program has in it -> the program; of YAML and JSON alike.
 _PROGRAMS = {
-    r"\b(training_folder|folder_path)[\"']?\s*:": "ai-toolkit",
+    r"\b(training_folder|folder_path)[\"']?\s*:|^job\s*:\s*\w+\s*(#.*)?$": "ai-toolkit",
     r'"(training_method|concept_file_name|balancing_strategy|include_subdirectories)"\s*:': "OneTrainer",
     r'"(--)?(model_family|data_backend_config|instance_data_dir|dataset_type|caption_strategy)"\s*:': "SimpleTuner",
 }
+# What SimpleTuner's config.toml or config.env sets: no name of Tandem's or kohya's.
+_SETTINGS = {"model_family", "data_backend_config", "MODEL_FAMILY", "DATALOADER_CONFIG", "TRAINING_NUM_PROCESSES"}
 
 
 def find_program(text: str) -> str | None:
-    """Return the program whose configuration a text is that is no TOML, None if it is nobody's."""
-    return next((program for pattern, program in _PROGRAMS.items() if re.search(pattern, text)), None)
+    """Return the program, another than Tandem and kohya's, whose configuration a text is; None if it is none's."""
+    try:
+        return "SimpleTuner" if tomllib.loads(text).keys() & _SETTINGS else None
+    except (ValueError, RecursionError):
+        sets = rf"^\s*(export\s+)?({'|'.join(sorted(_SETTINGS))})="
+        patterns = {**_PROGRAMS, sets: "SimpleTuner"}.items()
+        return next((program for pattern, program in patterns if re.search(pattern, text, re.MULTILINE)), None)
 
 
 def toml_text(tables: Mapping[str, Any]) -> str:

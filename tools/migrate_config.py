@@ -2,7 +2,8 @@
 
     python tools/migrate_config.py --save_to my.toml kohya.toml          # a training TOML
     python tools/migrate_config.py --save_to my.toml train.sh            # a script: .sh, .bat, .ps1
-    python tools/migrate_config.py --save_to my.toml train.yaml          # ai-toolkit; OneTrainer, SimpleTuner: .json
+    python tools/migrate_config.py --save_to my.toml train.yaml          # ai-toolkit; OneTrainer: .json
+    python tools/migrate_config.py --save_to my.toml config.env          # SimpleTuner; .json and .toml too
     python tools/migrate_config.py --save_to my.toml -- accelerate launch flux_train_network.py --network_dim 16 ...
 
 Prints what becomes of every key, and writes the TOML with the settings they mean; what is not taken stands in
@@ -94,8 +95,11 @@ def migrate_foreign(program: str, text: str, path: Path, save_to: Path, overwrit
         return found.dataset_notes
     for key, what in {"model_type": "model family of this version", "pretrained_model_name_or_path": "model"}.items():
         if key not in training:
-            named = [note.line() for note in found.notes if "model" in note.key and note.outcome == "refused"]
-            raise UserError("; ".join([f"{path}: names no {what}", *named]))
+            refused = [note for note in found.notes if note.outcome == "refused"]
+            other = [note for note in refused if note.key in ("job", "type") and "this version" in note.text]
+            named = [note.line() for note in other[:1] or [note for note in refused if "model" in note.key]]
+            lacks = f"is of {program}, but trains nothing here" if other else f"names no {what}"
+            raise UserError("; ".join([f"{path}: {lacks}", *named]))
     translation = Translation(training, {}, notes=found.notes)
     training["dataset_config"] = str(dataset_toml)
     if found.datasets:
@@ -236,8 +240,8 @@ def main() -> None:
     """Parse the command line, migrate, print the table."""
     args, words = arguments()
     path = Path(args.source or "")
-    text = read_text(path) if args.source and path.suffix.lower() in (".json", ".jsonc", ".yaml", ".yml") else ""
-    if (program := find_program(text)) and not words:
+    text = read_text(path) if args.source and not words else ""
+    if program := find_program(text):
         notes = migrate_foreign(program, text, path, args.save_to, args.overwrite)
     else:
         command, called = _command(args.source, words)

@@ -648,6 +648,69 @@ def test_a_run_is_as_long_as_there(here: Path) -> None:
         assert (given.get("max_train_steps"), given.get("max_train_epochs")) == wanted
 
 
+@pytest.mark.parametrize("suffix", ["toml", "env", "sh"])
+def test_simpletuner_is_translated_from_each_of_its_forms(here: Path, suffix: str) -> None:
+    """config.json, config.toml and config.env mean the same; env_file.py has the variables' names."""
+    data = {key.removeprefix("--"): value for key, value in simple_tuner("flux", model_flavour="dev").items()}
+    call(migrate_config, "--save_to", "json.toml", str(write(data, "SimpleTuner", here)))
+    renamed = {"max_train_steps": "MAX_NUM_STEPS", "lr_scheduler": "LR_SCHEDULE", "seed": "TRAINING_SEED",
+               "num_train_epochs": "NUM_EPOCHS", "data_backend_config": "DATALOADER_CONFIG"}  # fmt: skip
+    extra = {"validation_steps": 50, "model_flavour": "dev"}
+    lines = [f'export {renamed.get(key, key.upper())}="{value}"' for key, value in data.items() if key not in extra]
+    arguments = ["export TRAINER_EXTRA_ARGS='--validation_steps=50'", "TRAINER_EXTRA_ARGS+=' --model_flavour dev'"]
+    path = here / f"config.{suffix}"
+    path.write_text(toml.dumps(data) if suffix == "toml" else "\n".join(["#!/bin/bash", *lines, *arguments]))
+    with pytest.raises(UserError, match="is a configuration of SimpleTuner; translate it: python tools/migrate"):
+        load_config(["--config_file", str(path)])
+    answer = printed(migrate_config, "--save_to", "my.toml", str(path))
+    assert toml.load("my.toml") == toml.load("json.toml") | {"dataset": toml.load("my.toml")["dataset"]}
+    named = {line.split()[0] for line in answer.splitlines() if line}
+    for key in data:
+        assert (key if suffix == "toml" or key in extra else renamed.get(key, key.upper())) in named, key
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "a.yaml",
+            "job: generate\nconfig:\n  process:\n  - type: to_folder\n",
+            "is of ai-toolkit, but trains nothing here; ",
+        ),
+        (
+            "a.yml",
+            "---\njob: mod # x\nconfig: {process: [{type: rescale_lora}]}\n",
+            "is of ai-toolkit, but trains nothing",
+        ),
+        (
+            "a.json",
+            '{"algo": "lokr", "linear_dim": 16}',
+            "is no TOML, and no configuration to train with of ai-toolkit",
+        ),
+        ("a.env", "export TRAINING_NUM_PROCESSES=1", "names no model family"),
+        ("a.env", "export TRAINING_NUM_PROCESSES='1", "a.env line 1: No closing quotation"),
+        ("a.env", "MODEL_FAMILY=flux\nMODEL_FAMILY=flux2", "a.env line 2: MODEL_FAMILY is set for the second time"),
+    ],
+)
+def test_other_files_of_the_programs_are_named_in_one_line(here: Path, name: str, text: str, said: str) -> None:
+    (here / name).write_text(text)
+    answer = refusal(migrate_config, "--save_to", "my.toml", name)
+    assert said in answer
+    assert "not valid TOML" not in answer
+
+
+def test_what_a_shell_file_holds_beside_variables_gets_a_line(here: Path) -> None:
+    lines = ["BASE=/data", "export MODEL_FAMILY=flux", "OUTPUT_DIR=${BASE}/out", "source other.sh", "ODD=1"]
+    (here / "c.env").write_text("\n".join(lines))
+    answer = printed(migrate_config, "--save_to", "my.toml", "c.env")
+    assert load_config(["--config_file", "my.toml"]).saving.output_dir == "/data/out"
+    assert {line.split("  ")[0] for line in answer.splitlines() if "no counterpart" in line} == {
+        "BASE",
+        "line 4",
+        "ODD",
+    }
+
+
 def test_what_is_nobodys_configuration_is_not_given_a_name() -> None:
     assert find_program("name: x\nsteps: 3\n") is None
     assert find_program('{"a": 1}') is None

@@ -23,7 +23,7 @@ key with no such row, and no row of its own, is not taken. A row has
 and ``without`` are groups of keys that have no counterpart. What no row translates gets a line: nothing is dropped.
 Beside the rows, ``entry`` are keys that decide what the table they stand in is: with a refused value all of it is left
 out. ``inherits`` are keys that hold for datasets that lack them, ``always`` is what holds for each dataset, ``flags``
-what options within prompts are called here.
+what options within prompts are called here, ``env`` what variables of a file of settings are called in other files.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice, product
 from pathlib import Path, PureWindowsPath
@@ -69,8 +72,10 @@ def translate_foreign(program: str, text: str, path: Path) -> Translated:
         UserError: one of them cannot be read.
     """
     tables = read_toml(Path(__file__).with_name(f"{program.lower()}.toml"))[0] | {"program": program}
-    listed, file, data = tables["datasets"], tables.get("dataset_file", ""), _parsed(text, path)
-    given = _leaves(data, path, listed if isinstance(data, list) else "", tables.get("root", ""))
+    listed, file, names = tables["datasets"], tables.get("dataset_file", ""), tables.get("env", {})
+    data = _parsed(text, path, bool(names))
+    called = {_option(key, names): key for key in data} if isinstance(data, dict) else {}
+    given = _leaves(data, path, listed if isinstance(data, list) else "", tables.get("root", ""), names)
     found = Translated(None if isinstance(data, list) else {}, [], {}, [])
     named = str(given.get(file) or "")
     for place in (Path(named), path.parent / named, path.parent / PureWindowsPath(named).name):
@@ -93,18 +98,57 @@ def translate_foreign(program: str, text: str, path: Path) -> Translated:
         if values := _translate_keys(tables, "dataset", item, found.dataset_notes, where):
             found.dataset_notes.extend(Note(where + key, "default", f"as always in {program}") for key in always)
             found.datasets[where] = always | values
+    found.notes[:] = [
+        note if note.outcome == "default" else replace(note, key=called.get(note.key, note.key)) for note in found.notes
+    ]
     return found
 
 
-def _parsed(text: str, path: Path) -> Any:
+def _parsed(text: str, path: Path, settings: bool = False) -> Any:
+    """Return what a file holds: JSON, else YAML or, with ``settings``, TOML or a shell's variables."""
     if text.lstrip()[:1] in ("{", "["):
         return parse_json(text, str(path))
+    if settings:
+        return _settings(text, path)
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise ValueError("refers to parts of itself by *name; write them out")
         return yaml.load(text, _OnceEach)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); correct it") from None
+
+
+def _settings(text: str, path: Path) -> dict[str, Any]:
+    """Return what SimpleTuner's config.toml or config.env sets, with the latter's other lines as "line 3"."""
+    with suppress(tomllib.TOMLDecodeError):
+        return tomllib.loads(text)
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            words = " ".join(shlex.split(line, comments=True)).removeprefix("export ")
+        except ValueError as error:
+            raise UserError(f"{path} line {number}: {error}; correct it") from None
+        if match := re.fullmatch(r"(\w+)(\+?)=(.*)", words):
+            name, more, value = match.groups()
+            value = re.sub(r"\$\{?(\w+)\}?", lambda variable: found.get(variable[1], variable[0]), value)
+            if name in found and not more:
+                raise UserError(f"{path} line {number}: {name} is set for the second time; keep one")
+            found[name] = f"{found.get(name, '')} {value}".strip()
+        elif words:
+            found[f"line {number}"] = words
+    option = ""
+    for word in found.pop("TRAINER_EXTRA_ARGS", "").split():
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            found[option] = value if equals else "true"
+        else:
+            found[option] = word if found.get(option) == "true" else f"{found.get(option, '')} {word}"
+    return found
+
+
+def _option(key: str, names: Mapping[str, str]) -> str:
+    """Return the option that a variable sets; any other key as it is."""
+    return names.get(key, key.lower()) if names and key.isupper() else key
 
 
 class _OnceEach(yaml.SafeLoader):
@@ -116,8 +160,10 @@ class _OnceEach(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _leaves(data: Any, path: Path, below: str = "", root: str = "") -> dict[str, Any]:
-    """Return path -> value of each key, without ``root``; a list without tables is a value."""
+def _leaves(
+    data: Any, path: Path, below: str = "", root: str = "", names: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return path -> value of each key, without ``root``, variables by ``names``; a list without tables is a value."""
 
     def walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         tables = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
@@ -131,7 +177,7 @@ def _leaves(data: Any, path: Path, below: str = "", root: str = "") -> dict[str,
     if len(found) > _MOST:
         raise UserError(f"{path}: has more than {_MOST} keys; give a program's configuration")
     try:
-        return keys_once([(key.removeprefix(root), value) for key, value in found])
+        return keys_once([(_option(key.removeprefix(root), names or {}), value) for key, value in found])
     except ValueError as error:  # --rank and rank, a.b and b within a
         raise UserError(f"{path}: {error}") from None
 
