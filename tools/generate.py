@@ -290,7 +290,7 @@ def read_text_prompts(options: argparse.Namespace) -> list[str]:
     if options.prompt:
         return list(options.prompt)
     with error_prefix("--from_file"):
-        prompts = [line for line in read_text(options.from_file).splitlines() if line.strip()]
+        prompts = [line for line in read_text(options.from_file).split("\n") if line.strip()]
     if not prompts:
         raise UserError(f"--from_file: {options.from_file} holds no prompt; write one a line")
     return prompts

@@ -119,7 +119,7 @@ def shown(value: Any) -> str | None:
 
 def _value(text: str, field: FieldInfo) -> Any:
     """Return a control's content as a value of TOML; None where it is empty."""
-    types, lines = kinds_of(field), [line.strip() for line in text.splitlines() if line.strip()]
+    types, lines = kinds_of(field), [line.strip() for line in text.split("\n") if line.strip()]
 
     def scalar(line: str) -> Any:  # what fits no number is a text, which the trainer refuses in its own words
         with suppress(ValueError):

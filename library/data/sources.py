@@ -516,7 +516,7 @@ def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> tupl
     glue = f"{subset.settings.caption_separator.strip()} "
     text, more = lines_read(caption or "", subset.settings)
     lines = [text] if subset.settings.multiline_captions else text.split("\n")
-    one_line_of_tags = glue.join(tag.strip() for tag in (tags or "").splitlines() if tag.strip())
+    one_line_of_tags = glue.join(tag.strip() for tag in re.split("[\r\n]", tags or "") if tag.strip())
     if one_line_of_tags:
         lines = [f"{line}{glue}{one_line_of_tags}" if line else one_line_of_tags for line in lines]
     other = subset.settings.trigger_word or subset.settings.class_tokens

@@ -56,7 +56,7 @@ def _prompts_of(site: Site, run: dict[str, Any]) -> str:
         path = site.roots.find(str(prompts), own=True)
         lines = [prompt.line() for prompt in read_prompts(path, 0, 1)]
         if path.suffix == ".txt" and not any(" --ci " in line for line in lines):  # as they were written
-            lines = [line for line in read_text(path).splitlines() if line.strip() and not line.startswith("#")]
+            lines = [line for line in read_text(path).split("\n") if line.strip() and not line.startswith("#")]
         return "\n".join(lines)
     return ""
 
@@ -65,10 +65,11 @@ def start(site: Site, request: Request, form: Form) -> Response:
     """Queue a painting as the form says."""
     given = Given(form)
     lora = lora_file(site, given["lora"])
-    more = [line.strip() for line in given.get("more", "").splitlines() if line.strip()]
+    more = [line.strip() for line in given.get("more", "").split("\n") if line.strip()]
     words = given["strengths"].replace(",", " ").split()
     strengths = [float(text) for text in dict.fromkeys(f"{float_of(word, 'strengths'):g}" for word in words)]
-    lines = [line for line in given["prompts"].splitlines() if line.strip() and not line.startswith("#")]
+    written = map(str.strip, given["prompts"].split("\n"))
+    lines = [line for line in written if line and not line.startswith("#")]
     prompts = [parse_prompt(line, SamplePrompt(""), 1, f"prompt {i}") for i, line in enumerate(lines, 1)]
     if not 0 < (number := len(prompts) * len(strengths)) <= _MOST_PICTURES:
         raise UserError(f"{number} pictures: write prompts and strengths for 1 to {_MOST_PICTURES} in all")

@@ -108,6 +108,12 @@ def test_where_a_list_or_a_file_is_taken_a_line_that_ends_as_a_file_is_one() -> 
     assert toml.loads(chats) == {"sampling": {"sample_prompts": ["what is a.txt"]}}
 
 
+def test_only_a_newline_ends_an_item_of_a_list() -> None:
+    for items in (["a\u2028b --w 64", "c"], ["a\x85b", "c"]):
+        text = edited("", "sample_prompts", shown(items) or "", LORA)
+        assert toml.loads(text)["sampling"]["sample_prompts"] == items
+
+
 def test_a_long_list_has_a_line_for_each() -> None:
     prompts = [f"""a cat, [{n}] "sits" # on {"a mat " * 12}--d {n}""" for n in range(3)]
     text = edited("# mine\n", "sample_prompts", "\n".join(prompts), LORA)

@@ -72,10 +72,10 @@ def test_the_prompts_of_a_run_are_offered_as_they_were_written_in_its_list_or_it
     from library.web.site import Site
 
     (tmp_path / "output").mkdir()
-    (tmp_path / "prompts.txt").write_text("# a comment\na hat --d 3\n\na cat\n")
+    (tmp_path / "prompts.txt").write_text("# a comment\na\u2028hat --d 3\n\na cat\n")
     site = Site.of(AllowedRoots.of([tmp_path / "output"], [tmp_path]))
-    for prompts in (["a hat --d 3", "a cat"], str(tmp_path / "prompts.txt")):
-        assert _prompts_of(site, {"sample_prompts": prompts}) == "a hat --d 3\na cat"
+    for prompts in (["a\u2028hat --d 3", "a cat"], str(tmp_path / "prompts.txt")):
+        assert _prompts_of(site, {"sample_prompts": prompts}) == "a\u2028hat --d 3\na cat"
     for nothing in ({}, {"sample_prompts": []}, {"sample_prompts": "/etc/hosts"}):
         assert _prompts_of(site, nothing) == ""
 

@@ -119,8 +119,8 @@ def paths_read(text: str, name: str) -> list[tuple[str, Any]]:
 
 def _first_command(text: str, path: str | Path) -> Command:
     shell = _SHELLS.get(Path(path).suffix.lower(), _POSIX)
-    lines = [line for line in text.splitlines() if not re.match(shell.comment, line)]
-    joined = re.sub(shell.continuation + r"[ \t]*\n", " ", "\n".join(lines)).splitlines()
+    lines = [line for line in re.split("\r?\n", text) if not re.match(shell.comment, line)]
+    joined = re.sub(shell.continuation + r"[ \t]*\n", " ", "\n".join(lines)).split("\n")
     variables: dict[str, str] = {}
     for line in joined:
         line = re.sub(shell.variable, lambda m: variables.get(m["name"], m[0]), line).rstrip()

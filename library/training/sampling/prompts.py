@@ -1,6 +1,6 @@
 """Sample prompts: kohya's three kinds of file and its line syntax, which a configuration's own list has too.
 
-* ``.txt`` (and any other name): a prompt a line,
+* ``.txt`` (and any other name): a prompt a line, which only a newline ends,
   ``a cat in the rain --n blurry --w 1024 --h 1024 --d 42 --s 20 --g 3.5 --l 1.0``: negative prompt, width, height,
   seed, steps, guidance given to a guidance-distilled model, and classifier-free guidance proper (with a negative
   prompt, at twice the cost). ``--ci image.png`` names the image that a fill model completes, or a reference image of an
@@ -287,7 +287,7 @@ def _file_items(path: str | Path, option: str) -> Items:
 
 
 def _text_items(path: str) -> Items:
-    lines = [(n, line.strip()) for n, line in enumerate(read_text(path).splitlines(), 1)]
+    lines = [(n, line.strip()) for n, line in enumerate(read_text(path).split("\n"), 1)]
     return [(f"{path}:{n}", line) for n, line in lines if line and not line.startswith("#")]
 
 

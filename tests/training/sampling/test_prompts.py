@@ -27,6 +27,7 @@ from library.training.sampling.conditions import (
 from library.training.sampling.images import Sampler
 from library.training.sampling.prompts import SamplePrompt, check_steering, note_changes, parse_prompt, read_prompts
 from tests.data.folders import AverageEncoder, add_image, build, make_image, write_toml
+from tools.generate import parser, read_text_prompts
 
 
 def _read(tmp_path: Path, text: str, suffix: str = ".txt", **keywords: object) -> list[SamplePrompt]:
@@ -92,6 +93,18 @@ def test_json_is_a_list_of_objects_or_lines(tmp_path: Path) -> None:
         SamplePrompt("a dog", width=320, seed=6),
         SamplePrompt("musubi's key", seed=7, cfg=4.0),
     ]
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1e"])
+def test_only_a_newline_ends_a_prompt(tmp_path: Path, mark: str) -> None:
+    """As sd-scripts reads lines, with readlines(); str.splitlines() would cut at each of these."""
+    line = f"a{mark}b --w 64"
+    wanted = [SamplePrompt(f"a{mark}b", width=64, seed=5), SamplePrompt("c", seed=6)]
+    assert _read(tmp_path, f"{line}\r\nc") == wanted
+    assert read_prompts([line, "c"], 5, 16) == wanted
+    (tmp_path / "texts.txt").write_text(f"a{mark}b\nc\n", encoding="utf-8")
+    asked = parser().parse_args(["text", "--model", "m", "--from_file", str(tmp_path / "texts.txt")])
+    assert read_text_prompts(asked) == [f"a{mark}b", "c"]
 
 
 def test_a_prompt_written_as_a_line_reads_back_as_itself() -> None:
