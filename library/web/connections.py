@@ -90,6 +90,15 @@ def _protocol(most: int) -> type[H11Protocol]:
             if self.received >= _BYTES:
                 self._expect()
 
+        def send_400_response(self, msg: str) -> None:
+            """Answer what is no request; the answer to its beginning, if one is due or under way, goes no further."""
+            if self.cycle and not self.cycle.response_complete:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            self.transport.close()
+
         def on_response_complete(self) -> None:
             super().on_response_complete()
             self._expect()

@@ -2,7 +2,7 @@
 
     python -m library.web.trainable MODEL MODEL_TYPE DATASET SEED     # DATASET: the configuration's section as JSON
 
-prints the reason against them, or nothing. Headers are read and images are listed; nothing is decoded or stored.
+prints the reason against them in UTF-8, or nothing. Headers are read and images listed; nothing is decoded or stored.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from library.config.model_types import MODEL_TYPES
 from library.config.schema import DatasetArguments, TrainConfig
+from library.errors import printable
 from library.web.jobs import ROOT
 
 _KEPT, _MOST_SECONDS = 30, 60  # how long an answer holds, how long one may take
@@ -33,14 +34,17 @@ def reason_against(config: TrainConfig) -> str:
 @lru_cache(maxsize=8)
 def _answer(words: tuple[str, ...], period: int) -> str:
     command = [sys.executable, "-m", "library.web.trainable", *words]
-    surroundings = os.environ | {"PYTHONPATH": str(ROOT)}  # the folder stays the page's, which paths begin at
+    # the folder stays the page's, which paths begin at
+    surroundings = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:surrogateescape"}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_MOST_SECONDS, env=surroundings, check=False
-        )
-        return done.stdout.strip()
+        done = subprocess.run(command, capture_output=True, timeout=_MOST_SECONDS, env=surroundings, check=False)
     except subprocess.TimeoutExpired:  # a dataset on a slow disk: the run itself will tell
         return ""
+    said, why = (one.decode(errors="surrogateescape").strip() for one in (done.stdout, done.stderr))
+    if done.returncode:
+        why = why.rpartition("\n")[2] or f"its process ended with {done.returncode}"
+        said = f"model and dataset could not be looked at ({why}); try again, or start the run in a terminal"
+    return printable(said)
 
 
 def _look(model: str, model_type: str, dataset: str, seed: str) -> str:

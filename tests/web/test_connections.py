@@ -70,6 +70,28 @@ def test_requests_cut_off_in_their_body_are_no_errors(server: Server) -> None:
     check(server)
 
 
+CHUNKED = "POST /new/edit HTTP/1.1\r\n" + HOST + "Transfer-Encoding: chunked\r\nContent-Type: {kind}\r\n\r\n"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", MULTIPART])
+@pytest.mark.parametrize("pause", [0, 0.5])
+@pytest.mark.parametrize("rest", ["zz\r\n", "1\r\nabc\r\n", "0\r\n\r\nno request\r\n\r\n", "5\r\n--x\r\n\r\nzz\r\n"])
+def test_requests_that_break_after_their_head_are_no_errors(server: Server, rest: str, pause: float, kind: str) -> None:
+    """Whether the rest comes before the page answers or after."""
+    opened = connect(server, CHUNKED.format(port="{port}", kind=kind) + ("" if pause else rest))
+    time.sleep(pause)
+    if pause:
+        opened.sendall(rest.encode())
+    answer = b""
+    with suppress(ConnectionResetError):
+        while got := opened.recv(65536):
+            answer += got
+    assert answer.startswith(b"HTTP/1.1 ")
+    assert get(server, "/new")[0] == 200
+    lines = (server.folder / "page.log").read_text().splitlines()[2:]
+    assert set(lines) <= {"WARNING:  Invalid HTTP request received."}
+
+
 def test_what_a_client_owes_has_a_deadline_and_a_steady_upload_has_none(server: Server) -> None:
     owing = {name: connect(server, half) for name, half in HALVES.items()}
     owing |= {f"slow {name}": connect(server, half) for name, half in HALVES.items() if half}

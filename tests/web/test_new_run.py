@@ -46,6 +46,29 @@ def site(tmp_path: Path) -> Site:
     return Site.of(AllowedRoots.of([tmp_path / "output"], [tmp_path]))
 
 
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ("", r"\xff.png: the name is not UTF-8; rename the file"),
+        ("echo Traceback >&2; echo \"KeyError: 'x'\" >&2; exit 1", "could not be looked at (KeyError: 'x'); "),
+        ("kill -9 $$", "could not be looked at (its process ended with -9); "),
+        ("printf 'a\\377b'", r"a\xffb"),
+    ],
+)
+def test_bytes_of_names_and_the_end_of_who_looks_are_said(
+    ends: str, said: str, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_dataset(tmp_path / "data")
+    (image := next(tmp_path.rglob("*.png"))).rename(image.parent / "\udcff.png")
+    text = f'pretrained_model_name_or_path = "{tiny_flux_pipeline(tmp_path / "flux")}"\ndataset_config = "{data}"\n'
+    if ends:  # as its Python might
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{ends}\n")
+        (tmp_path / "python").chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    shown = examine(site, f'{text}output_dir = "{tmp_path}/output/a"\n', pretrains=False)
+    assert said in json.dumps(shown, ensure_ascii=False).encode().decode().replace("\\\\", "\\")
+
+
 def test_what_the_trainer_says_of_model_and_dataset_is_said_before_the_start(site: Site, tmp_path: Path) -> None:
     """A16: a model of another kind, images that are none, a second run whose file would be called as the first's."""
     text = (
