@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +25,10 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from library import __version__
+from library.checksums import checksum
 from library.config.schema import LoggingConfig
-from library.errors import UserError, reason_of
-from library.files import toml_text, write_text
+from library.errors import UserError, counted, reason_of
+from library.files import atomic_path, toml_text, write_text
 from library.training.checkpoint.state import Position
 from library.training.report.metrics_file import parse_line
 
@@ -55,11 +58,18 @@ class MetricsStream:
                 raise UserError(f"log_with: {logging.log_with} cannot be started ({reason}); correct it, or remove "
                                 "log_with") from error  # fmt: skip
         if accelerator.is_main_process:
-            lines = (
-                path.read_text(encoding="utf-8", errors="replace").splitlines() if resume_step and path.exists() else []
-            )
-            remaining = [line for line in lines if (parse_line(line) or {"step": float("inf")})["step"] <= resume_step]
-            write_text(path, "".join(line + "\n" for line in remaining))
+            written = path.read_bytes() if resume_step and path.exists() else b""
+            lines, torn = written.split(b"\n"), written.rpartition(b"\n")[2]  # what a killed process was writing
+            steps = {line: record["step"] for line in lines if (record := parse_line(line))}
+            damaged = sum(line not in steps and line not in (b"", torn if torn[:1] == b"{" else b"") for line in lines)
+            if damaged:
+                with atomic_path(path.with_name(f"metrics.damaged-{checksum(path)}.jsonl")) as kept:
+                    shutil.copyfile(path, kept)
+                print(f"warning: {path}: {counted(damaged, 'line')} cannot be read and left out; the file as it was is "
+                      f"kept as metrics.damaged-{checksum(path)}.jsonl", file=sys.stderr)  # fmt: skip
+            remaining = [line for line in lines if steps.get(line, math.inf) <= resume_step]
+            with atomic_path(path) as file:
+                file.write_bytes(b"".join(line + b"\n" for line in remaining))
             self._written_before = {
                 frozenset(line) for line in map(json.loads, remaining) if line["step"] == resume_step
             }

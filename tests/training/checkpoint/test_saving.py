@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import shlex
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from library.training.checkpoint.saving import CheckpointWriter, remove_old
 from library.training.checkpoint.state import Position, find_damage
 from library.training.optim.after_update import WeightAverage
 from library.training.report.metrics import MetricsStream
+from library.training.report.metrics_file import parse_line
 from library.training.signals import SignalHandler, StopRequest
 from library.training.tasks.image_lora import ImageLora
 from tests.faults.suite import broken_files
@@ -224,7 +226,7 @@ def _write(megabytes: float) -> keeping.Write:
     return write
 
 
-def _metrics(path: Path) -> MetricsStream:
+def _metrics(path: Path, resume_step: int = 0) -> MetricsStream:
     class Main:
         is_main_process = True
 
@@ -235,7 +237,31 @@ def _metrics(path: Path) -> MetricsStream:
     class Nothing:
         log_with = None
 
-    return MetricsStream(path, Main(), Nothing(), 0)  # type: ignore[arg-type]
+    return MetricsStream(path, Main(), Nothing(), resume_step)  # type: ignore[arg-type]
+
+
+def test_a_damaged_line_of_the_metrics_is_told_and_the_file_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of any damage: whole lines up to the step stay, and what else was there lies in a copy, unless a kill cut it."""
+    draw, lines = random.Random(0), [json.dumps({"step": i, "loss": 1 / i}).encode() + b"\n" for i in range(1, 7)]
+    for number in range(60):
+        (folder := tmp_path / str(number)).mkdir()
+        path, content = folder / "metrics.jsonl", bytearray(b"".join(lines))
+        for at in draw.sample(range(len(content)), number % 4):
+            content[at] = draw.choice(b"\0\n{}x\xff")
+        if number % 5 == 0:
+            del content[-draw.randrange(2, 20) :]
+        path.write_bytes(content)
+        _metrics(path, 3)
+        remaining, said = path.read_bytes(), capsys.readouterr().err
+        *found, last = bytes(content).split(b"\n")
+        assert all(line in remaining for line in lines[:3] if line[:-1] in found)
+        assert b"" not in remaining.split(b"\n")[:-1]
+        copies = [file.read_bytes() for file in folder.glob("metrics.damaged-*.jsonl")]
+        is_damaged = any(line and parse_line(line) is None for line in [*found, last * (last[:1] != b"{")])
+        assert copies == [content] * is_damaged
+        assert ("cannot be read and left out; the file as it was is kept as metrics.damaged-" in said) == is_damaged
 
 
 def test_a_run_on_a_full_disk_keeps_what_it_saved_and_ends_elsewhere(
