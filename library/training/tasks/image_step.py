@@ -292,5 +292,8 @@ class Teacher:
         return torch.lerp(target, torch.stack(answers).to(target.device, non_blocking=True), self.weight)
 
     def path(self, step: int, key: str) -> Path:
-        """Return the file of the answer to what goes by ``key`` (of ``library.data.batches.Item``)."""
-        return self.folder / f"{step:08d}" / key
+        """Return the file of the answer to what goes by ``key`` (of ``library.data.batches.Item``).
+
+        Its name, which its checksum covers, is of the teacher and the step too: it is no other's answer.
+        """
+        return self.folder / f"{step:08d}" / f"{self.folder.name}-{step:08d}-{key}"

@@ -67,7 +67,8 @@ def test_the_answers_are_the_bf16_models_at_the_runs_own_noise(
             text = {name: tensor[None] for name, tensor in item.text.items()}
             with torch.no_grad():
                 expected = pipeline_forward(teacher, noisy, sigmas, text)[0]
-            found = load_file(answers[0].parents[1] / f"{step:08d}" / item.key)
+            (answer,) = (tmp_path / "teacher").rglob(f"*-{step:08d}-{item.key}")
+            found = load_file(answer)
             torch.testing.assert_close(found["velocity"], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -172,6 +173,13 @@ def test_answers_are_those_to_what_is_trained_whatever_changes_and_damaged_ones_
         path.write_bytes(path.read_bytes()[:-1] + cut)
     assert_learns_the_same("damaged")
     assert "2 damaged files made again" in " ".join(capsys.readouterr().out.split())
+    (mine,) = {path.parents[1] for path in first}
+    for other in [folder for folder in mine.parent.iterdir() if folder != mine]:
+        shutil.copytree(other, mine, dirs_exist_ok=True)
+    assert_learns_the_same("another teacher's in the folder")
+    for path, other in zip(sorted(first), [*sorted(first)[2:], *sorted(first)[:2]], strict=True):
+        shutil.copy(other, path)
+    assert_learns_the_same("another step's")
 
 
 def test_one_batch_is_in_memory_at_a_time_and_none_is_read_where_velocities_are_cached(
