@@ -20,9 +20,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from library.accelerator import is_model_parallel
-from library.errors import UserError
+from library.errors import UserError, error_prefix
 from library.files import atomic_folder
 from library.folder_lock import FolderLock
 from library.processes import agreed, from_all_processes
@@ -35,6 +36,7 @@ from library.training.checkpoint.state import (
     OutputNames,
     Position,
     check_whole,
+    describe_state,
     read_inputs,
     refuse_finished,
     resolve_resume,
@@ -95,18 +97,25 @@ class Run:
 
         Raises:
             UserError: on every process: another run has the folder, it cannot be written to, holds another result, or
-                only damaged states.
+                only damaged states; the processes have different ones.
         """
-        state: str | None = None
+        accelerator, resume, state = self.engine.accelerator, self.config.training.resume, cast(str | None, None)
         say = partial(self.task.console.print, soft_wrap=True)
         lock = FolderLock(self.names.folder, self.names.name)
         try:
             with agreed("looking at the output folder"):
-                if self.engine.accelerator.is_main_process:
+                if accelerator.is_main_process:
                     lock.acquire()
-                    state = resolve_resume(self.config.training.resume, self.saving, say)
+                    state = resolve_resume(resume, self.saving, say)
                     self._check_output(state is not None)
-            state, *_ = from_all_processes(state)
+            found, *_ = from_all_processes(state)
+            where = f"process {accelerator.process_index}"
+            with agreed("looking at the state to go on from"), error_prefix(where):
+                state = found if resume == AUTO else resume
+                if state is not None and accelerator.is_local_main_process and not accelerator.is_main_process:
+                    check_whole(Path(state))  # another machine's, which may be a copy
+                described = describe_state(state)
+            require_same({f"{found}": described})
             yield state
         finally:
             lock.release()
@@ -168,11 +177,9 @@ class Run:
         """Put a saved state back; return where training goes on.
 
         Raises:
-            UserError: it is no state, a damaged one, or one of another model, or has nothing left to train.
+            UserError: it is one of another model, or has nothing left to train.
         """
-        task, accelerator = self.task, self.engine.accelerator
-        if accelerator.is_local_main_process and not accelerator.is_main_process:
-            check_whole(Path(state))  # on another machine than :meth:`locked_folder` saw it, which may have a copy
+        task = self.task
         saved = task.restore(state)
         before, position = read_inputs(state), saved.in_epoch_of(per_epoch)
         lines = [f"resume: {line}" for line in changes_since(before, task.inputs, task.plan.config)]

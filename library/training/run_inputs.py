@@ -46,7 +46,10 @@ _BASE, _PART = "pretrained_model_name_or_path", "base model's "
 _PLACES = {"dataset_config", "train_data", "validation_data", "cache_directory", "distill_cache", "resume"}
 _PLACES |= {"output_dir", "logging_dir", "save_fallback_dir"}
 ASPECTS = ("image", "caption", "mask", "control image", "size", "repeat count", "split")  # of a sample
+RESUMED = "resume's state"
+_CAUSES = ("model_type", RESUMED)  # where one of these differs, others differ with it
 _NAMED = 3  # samples in a message
+_NAMED_SETTINGS = 6
 
 
 @dataclass
@@ -248,10 +251,12 @@ def require_same(facts: Mapping[str, str], inputs: RunInputs | None = None) -> N
         (first, rows, _), *others = from_all_processes((facts, inputs.samples, inputs.names))
         for rank, (theirs, samples, names) in enumerate(others, 1):
             keys = [key for key in first | theirs if first.get(key) != theirs.get(key)]
-            values = [[_shown(each.get(key, "nothing")) for each in (theirs, first)] for key in keys]
-            found = [f"{key} is {mine} instead of {other}" for key, (mine, other) in zip(keys, values, strict=True)]
+            shown = [key for key in _CAUSES if key in keys] or sorted(keys)[:_NAMED_SETTINGS]
+            values = [[_shown(each.get(key, "nothing")) for each in (theirs, first)] for key in shown]
+            found = [f"{key} is {mine} instead of {other}" for key, (mine, other) in zip(shown, values, strict=True)]
+            found += [f"{counted(len(keys) - len(shown), 'more setting')}"] * (len(keys) > len(shown))
             found += sample_changes(rows, samples, names)
-            remedy = "start all with the same settings, data, model and versions"
+            remedy = "start all with the same settings, data, model, state and versions"
             lines += [f"process {rank} differs from process 0: {'; '.join(found)}; {remedy}"] if found else []
         if os.environ.get("RANK", "0") == "0":  # the others end with it
             raise UserError(*lines)

@@ -40,7 +40,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from library.checksums import MANIFEST, find_change, write_manifest
+from library.checksums import MANIFEST, checksum, find_change, write_manifest
 from library.config.schema import LASTING_PARTS, SavingConfig
 from library.errors import UserError
 from library.files import atomic_folder, clear_leftovers, read_own, write_text
@@ -354,6 +354,17 @@ def check_whole(state: Path, files: Collection[str] | None = None) -> None:
         raise UserError(f"resume: {lacking}")
     if change := find_change(state, files):
         raise UserError(f"resume: {change}; resume from another state, or with --resume auto, which passes it over")
+
+
+def describe_state(resume: str | None) -> str:
+    """Return in words what is resumed, of a state its step and a checksum of all of it: the same for every copy.
+
+    Raises:
+        UserError: it is no state, or not one whose position can be read.
+    """
+    if resume is None or resume == AUTO:
+        return resume or "nothing"
+    return f"at step {read_position(resume, {}).step} (checksum {checksum(Path(resume) / MANIFEST)})"
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ from library.console import Console
 from library.data.batches import DataParallelRank, MicroStep
 from library.errors import counted
 from library.processes import agreed, join
-from library.training.checkpoint.state import AUTO, OutputNames, Position, read_position
+from library.training.checkpoint.state import AUTO, OutputNames, Position, describe_state, read_position
 from library.training.compiling import compile_blocks, plan_compilation
 from library.training.engine import Engine
 from library.training.optim.after_update import UpdateNorms
 from library.training.parallel.parallelize import ParallelSpec
 from library.training.plan import Plan
-from library.training.run_inputs import RunInputs, require_same, settings_of
+from library.training.run_inputs import RESUMED, RunInputs, require_same, settings_of
 
 
 class Batches(Protocol):
@@ -112,9 +112,10 @@ class Task(ABC):
             self._check(config)
             if (resume := config.training.resume) and resume != AUTO:
                 read_position(resume, resume_keys(config))
+            resumed = describe_state(resume)
         if joined:  # else a run in a run, or a process alone
             device = "a GPU" if torch.cuda.is_available() else "a CPU"
-            require_same(settings_of(config) | {"device": device})
+            require_same(settings_of(config) | {"device": device, RESUMED: resumed})
         self.engine = Engine(self._build_accelerator(config), config.training.seed)
         self.accelerator = self.engine.accelerator
         self.console = Console(quiet=not self.accelerator.is_main_process, markup=False, highlight=False)

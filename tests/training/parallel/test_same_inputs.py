@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from library.processes import join
+from library.training.run_inputs import require_same
 from tests import chat_runs, pretraining_runs
 from tests.forked import Script
 from tests.processes import free_ports
@@ -151,6 +153,61 @@ def test_another_model_conversation_or_corpus_is_named(base: Path, tmp_path: Pat
     assert "1 conversation added; 1 conversation removed" in said["chats"]
     assert said["same corpus"] == ""
     assert "weight_decay is 0.2 instead of 0.1" in said["weight_decay"]
+
+
+def in_own_folder(train: Callable[[list[str]], object], flags: list[str], folders: list[Path]) -> None:
+    """Train where "out" is another folder for each process, as on machines with disks of their own."""
+    os.chdir(folders[int(os.environ["RANK"])])
+    train(flags)
+
+
+def test_processes_resume_the_same_state_or_say_which_differs(base: Path, tmp_path: Path) -> None:
+    data, settings = write_dataset(tmp_path / "data", text="batch_size = 2"), {"save_state": True, "max_train_steps": 2}
+    for name, more in {"one": {}, "longer": {"max_train_steps": 3}, "other": {"seed": 9}}.items():
+        run(base, data, tmp_path / name / "out", **settings | more)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    (tmp_path / "none").mkdir()
+    states = {name: tmp_path / name / "out" / "lora-state" for name in ("one", "copy", "longer", "other")}
+    cases: list[tuple[object, object, str]] = [
+        (None, "auto", "resume's state is auto instead of nothing"),
+        ("auto", None, "resume's state is nothing instead of auto"),
+        ("auto", states["one"], "resume's state is at step 2 (checksum "),
+        (states["one"], None, "resume's state is nothing instead of at step 2 (checksum "),
+        (states["one"], states["longer"], "resume's state is at step 3 (checksum "),
+        (states["one"], states["other"], "resume's state is at step 2 (checksum "),
+        (states["one"], states["copy"], ""),
+    ]
+    common, jobs = {**settings, "max_train_steps": 4, "overwrite": True}, list[Job]()
+    for number, (*resumed, _) in enumerate(cases):
+        given = [{"resume": each} if each else {} for each in resumed]
+        flags = [arguments(base, data, tmp_path / f"out{number}", **common, **each) for each in given]
+        jobs.append((f"{number}", by_rank, (train_flags, flags)))
+    copies = {"longer": "out/lora-state is at step 3 (checksum ", "other": "out/lora-state is at step 2 (checksum "}
+    copies |= {"none": "process 1: resume: out/lora-state is not a training state", "copy": ""}
+    for name in copies:
+        flags = arguments(base, data, Path("out"), **common, resume="auto")
+        jobs.append((name, in_own_folder, (train_flags, flags, [tmp_path / "one", tmp_path / name])))
+    said = run_in_group(jobs, tmp_path)
+    for name, words in [*((f"{number}", words) for number, (*_, words) in enumerate(cases)), *copies.items()]:
+        assert (words in said[name]) if words else (said[name] == ""), (name, said[name])
+        assert "\n" not in said[name]
+
+
+def compare(facts: list[dict[str, str]]) -> None:
+    join(1.0)
+    require_same(facts[int(os.environ["RANK"])])
+
+
+def test_of_many_differences_the_first_are_named_and_of_another_model_this_alone(tmp_path: Path) -> None:
+    first, other = ({f"option_{i:02d}": f"{value}" for i in range(30)} for value in (1, 2))
+    jobs: list[Job] = [
+        ("many", compare, ([first, other],)),
+        ("model", compare, ([first | {"model_type": "flux"}, {"model_type": "llama", "more": "1"}],)),
+    ]
+    said = run_in_group(jobs, tmp_path)
+    assert said["many"].count("is 2 instead of 1") == said["many"].count("instead of") == 6
+    assert "option_05 is 2 instead of 1; 24 more settings; start all" in said["many"]
+    assert "process 0: model_type is llama instead of flux; 31 more settings; start all" in said["model"]
 
 
 @pytest.mark.parametrize("kind", ["rate", "count"])
