@@ -10,7 +10,7 @@ A record's shape is told by its keys; files are ``.jsonl`` (one a line), ``.json
     prompt and completion      {"prompt": ..., "completion": ...}; or prompt/response, question/answer, query/response;
                                both may be lists of messages
 
-A message with ``"weight": 0`` (OpenAI's) is context and not trained on.
+A message with ``"weight": 0`` (OpenAI's) is context and not trained on. Keys that nothing reads are named.
 
 Packed, a window holds several chats, the fullest fit first (best-fit decreasing); each has its own positions and sees
 nothing of the others (``library.nn.attention.document_mask``). Otherwise a window is one chat, and batches are made of
@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import bisect
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ import torch
 from torch import Tensor
 
 from library.data.batches import ALL, DataParallelRank, PlannedBatchSampler, TensorBatch
-from library.errors import UserError
+from library.errors import UserError, did_you_mean, names_in_short
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text
 from library.llm.chat_templates import ChatTemplate, Message
 from library.llm.documents import named_files, read_parquet, require_pyarrow
@@ -48,6 +50,10 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("query", "response"))
+_LISTS = ("messages", "conversations", "conversation")
+_ALPACA = ("instruction", "input", "output", "history")
+_MESSAGE = ("role", "from", "content", "value", "weight")
+_EMPTY: tuple[Any, ...] = (None, "", [], {})  # as tables have what a row lacks
 _SHAPES = "messages, conversations, instruction and output, or prompt and completion"
 _POOL = 50  # batches whose chats are sorted by length together: similar lengths, yet another order each epoch
 
@@ -60,11 +66,13 @@ class Chat:
         messages: in order.
         trained: for each whether it is trained on; only the assistant's are.
         where: "file:line", for messages.
+        unread: keys that hold something and that nothing reads, a message's after "message: ".
     """
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]
     where: str
+    unread: tuple[str, ...] = ()
 
 
 def read_chats(paths: Sequence[str | Path]) -> list[Chat]:
@@ -82,24 +90,35 @@ def parse_chat(record: Any, where: str) -> Chat:
     if not isinstance(record, Mapping):
         raise UserError(f"{where}: is no object with keys; a record has {_SHAPES}")
     pairs = [pair for pair in _PAIRS if all(key in record for key in pair)]
-    if isinstance(record.get("messages"), list | tuple):
-        turns = list(record["messages"])
-    elif isinstance(record.get("conversations", record.get("conversation")), list | tuple):
-        turns = list(record.get("conversations", record.get("conversation")))
+    listed = next((key for key in _LISTS if isinstance(record.get(key), list | tuple)), None)
+    read: tuple[str, ...]
+    if listed is not None:
+        turns, read = list(record[listed]), (listed,)
     elif "instruction" in record and "output" in record:
-        turns = _alpaca(record, where)
+        turns, read = _alpaca(record, where), _ALPACA
     elif pairs:
-        question, answer = (record[key] for key in pairs[0])
-        turns = [*_as_turns(question, "user"), *_as_turns(answer, "assistant")]
+        question, answer = read = pairs[0]
+        turns = [*_as_turns(record[question], "user"), *_as_turns(record[answer], "assistant")]
     else:
         keys = ", ".join(map(str, record)) or "no keys"
         raise UserError(f"{where}: has {keys}, which is no known shape; a record has {_SHAPES}")
     if isinstance(record.get("system"), str) and record["system"] and not _begins_with_system(turns):
-        turns = [{"role": "system", "content": record["system"]}, *turns]
+        turns, read = [{"role": "system", "content": record["system"]}, *turns], (*read, "system")
     messages = [_message(turn, where) for turn in turns]
     if not any(is_trained for _, is_trained in messages):
         raise UserError(f"{where}: the assistant says nothing to train on; remove the record")
-    return Chat(tuple(message for message, _ in messages), tuple(is_trained for _, is_trained in messages), where)
+    unread = [str(key) for key, value in record.items() if key not in read and value not in _EMPTY]
+    unread += dict.fromkeys(f"message: {key}" for turn in turns for key in _unread_of(turn))
+    trained = tuple(is_trained for _, is_trained in messages)
+    return Chat(tuple(message for message, _ in messages), trained, where, tuple(unread))
+
+
+def note_unread(chats: Sequence[Chat]) -> list[str]:
+    """Return a note on the keys of records and messages that nothing reads, if there are any."""
+    counts = Counter(key for chat in chats for key in chat.unread)
+    known = (*_LISTS, *_ALPACA, "system", *chain(*_PAIRS), *(f"message: {key}" for key in _MESSAGE))
+    said = [f"{key!r} ({n} of {len(chats)}){did_you_mean(key, known)}" for key, n in counts.items()]
+    return [f"note: keys that are not trained on: {names_in_short(said, 20)}"] if said else []
 
 
 def _alpaca(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -121,6 +140,13 @@ def _as_turns(value: Any, role: str) -> list[Any]:
 
 def _begins_with_system(turns: Sequence[Any]) -> bool:
     return bool(turns) and isinstance(turns[0], Mapping) and turns[0].get("role", turns[0].get("from")) == "system"
+
+
+def _unread_of(turn: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a message that hold something and that nothing reads."""
+    read = {"role" if "role" in turn else "from", "content" if "content" in turn else "value"}
+    read |= {"weight"} if turn.get("weight") in (0, 1) else set()  # a message counts, or it does not
+    return [str(key) for key, value in turn.items() if key not in read and value not in _EMPTY]
 
 
 def _message(turn: Any, where: str) -> tuple[Message, bool]:

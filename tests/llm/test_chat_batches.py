@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from library.llm.chat_batches import (
     ChatSampler,
     Example,
     collate_windows,
+    note_unread,
     pack_examples,
     parse_chat,
     read_chats,
@@ -62,6 +65,8 @@ CHATML = (
     "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def without_marks(template: str) -> str:
@@ -250,6 +255,45 @@ def test_an_alpaca_input_stands_below_the_instruction_and_a_weight_of_0_is_conte
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
     turns += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "weight": 1}]
     assert parse_chat({"messages": turns}, "x").trained == (False, False, False, True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_key_that_is_not_trained_on_is_named(shape: str, seed: int) -> None:
+    """Keys that hold nothing, as tables have what a row lacks, are passed over; 0 and false hold something."""
+    draw = random.Random(f"{shape} {seed}")
+    values = [0, False, 0.5, "x", ["x"], {"x": 1}]
+    more = {key: draw.choice(values) for key in draw.sample(["tools", "weight", "train", "imput", "context", "id"], 3)}
+    empty = {"score": None, "note": "", "images": [], "meta": {}}
+    turns = {key: draw.choice([0.5, True, "x"]) for key in draw.sample(["tool_calls", "loss", "reasoning_content"], 2)}
+    record = copy.deepcopy(SHAPES[shape])
+    lists = [one for one in record.values() if isinstance(one, list) and one and isinstance(one[-1], dict)]
+    for listed in lists:
+        listed[-1].update(turns | empty)
+    chat = parse_chat(record | more | empty, "x")
+    assert chat.messages == parse_chat(SHAPES[shape], "x").messages
+    assert set(chat.unread) == more.keys() | {f"message: {key}" for key in turns if lists}
+    assert note_unread([parse_chat(SHAPES[shape], "x")]) == []
+    (said,) = note_unread([chat, parse_chat(SHAPES[shape], "x")])
+    assert all(f"{key!r} (1 of 2)" in said for key in chat.unread)
+
+
+@pytest.mark.parametrize(
+    ("more", "unread"),
+    [
+        ({"messages": [{"role": "system", "content": "s"}, *TALK], "system": "t", "prompt": "p"}, ["prompt", "system"]),
+        ({"messages": TALK, "system": ["t"]}, ["system"]),
+        ({"messages": TALK, "system": "t"}, []),
+        ({"prompt": "a", "completion": "b", "input": "c", "response": "d"}, ["input", "response"]),
+        ({"messages": [TALK[0], TALK[1] | {"weight": 0.5}]}, ["message: weight"]),
+        ({"messages": [TALK[0], TALK[1] | {"weight": 1, "value": "x"}]}, ["message: value"]),
+    ],
+)
+def test_what_one_shape_does_not_read_of_another_is_named(more: dict[str, object], unread: list[str]) -> None:
+    assert sorted(parse_chat(more, "x").unread) == unread
+    assert (
+        "did you mean 'input'?" in note_unread([parse_chat({"instruction": "a", "output": "b", "imput": "c"}, "x")])[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from library.llm.chat_batches import (
     TokenisedChats,
     Window,
     collate_windows,
+    note_unread,
     pack_examples,
     read_chats,
     tokenise_chats,
@@ -228,6 +229,7 @@ def prepare_chats(
     if config.packing:
         windows = pack_examples(tokenised.examples, max_length)
     remarks = _describe(tokenised, windows, template, max_length, config.packing)
+    remarks += note_unread([*chats, *held_out])
     if held_out_examples:
         remarks.append(f"{counted(len(held_out_examples), 'conversation')} to validate on")
     console.print(*remarks, sep="\n", soft_wrap=True)
