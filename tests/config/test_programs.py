@@ -22,6 +22,7 @@ from library.config.model_types import MODEL_TYPES
 from library.config.programs.translate import _meaning, _translate_keys
 from library.config.schema import DatasetArguments
 from library.config.scripts import LORA, fields
+from library.data.buckets import Bucketing
 from library.data.captions import caption_variants
 from library.data.config import DATASET_KEYS, SUBSET_KEYS, load_dataset_config
 from library.errors import UserError
@@ -177,7 +178,7 @@ def test_what_the_programs_do_by_default_is_what_happens(here: Path) -> None:
     assert (ours.training.mixed_precision, ours.training.gradient_checkpointing) == ("no", True)
     assert ours.flow.timestep_sampling == "sigmoid"
     sets = toml.load("a_dataset.toml")["datasets"][0]
-    assert (sets["resolutions"], sets["bucket_reso_steps"], sets["bucket_no_upscale"]) == ([512], 64, True)
+    assert (sets["resolutions"], "bucket_reso_steps" in sets, sets["bucket_no_upscale"]) == ([512], False, True)
     assert sets["subsets"][0]["caption_extension"] == ".txt"
     bare = {"training_method": "LORA", "model_type": "FLUX_DEV_1", "base_model_name": "m"}
     call(migrate_config, "--save_to", "b.toml", str(write(bare, "OneTrainer", here)))
@@ -517,6 +518,32 @@ def test_steps_of_ai_toolkit_are_as_many_updates_as_there(here: Path, key: str, 
     assert ours.saving.save_every_n_steps == int(250 * share)
     assert ours.sampling.sample_every_n_steps == int(100 * share)  # unset there
     assert ours.optimizer.lr_warmup_steps == int(1000 * share)
+
+
+@pytest.mark.parametrize(("arch", "steps"), [("flux", 32), ("zimage", 16), ("qwen_image", 32)])
+def test_sizes_are_near_those_of_ai_toolkit(here: Path, arch: str, steps: int) -> None:
+    """toolkit/buckets.py with get_bucket_divisibility of the model, which data_loader.py puts over bucket_tolerance."""
+
+    def there(width: int, height: int, area: int) -> tuple[int, int]:
+        scale = math.sqrt(min(1, area / (width * height))) / steps
+        rounded = [[rounding(side * scale) * steps for rounding in (math.floor, math.ceil)] for side in (width, height)]
+        fitting = [pair for pair in product(*rounded) if 0 < pair[0] * pair[1] <= area]
+        return min(fitting, key=lambda pair: abs(pair[0] * pair[1] - min(area, width * height)))
+
+    notes = notes_of(ai_toolkit({"arch": arch}, resolution=[512], bucket_tolerance=64), "ai-toolkit", here)
+    config = load_config(["--config_file", "my.toml"])
+    (dataset,) = load_dataset_config(config.dataset.dataset_config, config.dataset, "none").datasets
+    draw = random.Random(0)
+    sizes = [(draw.randint(200, 2000), draw.randint(200, 2000)) for _ in range(500)]
+    buckets = Bucketing(dataset, 16, [(size, 1) for size in sizes])
+    off = [
+        abs(math.log(ours / theirs))
+        for size in sizes
+        for ours, theirs in zip(buckets.fit(size, False, "").bucket, there(*size, 512**2), strict=True)
+    ]
+    assert sum(off) / len(off) < steps / 512 / 2  # half a step; sd-scripts' rule in steps of 64 is further away
+    assert "the model's own steps" in notes["datasets.0.bucket_tolerance"].text
+    assert "sizes differ" in notes["datasets.0.enable_bucket"].text
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
