@@ -34,7 +34,7 @@ from library.data.new_dataset import MOST_CAPTION_BYTES
 from library.errors import UserError
 from library.files import read_bytes, read_text
 
-_VERSION = 4
+_VERSION = 5
 _RACY_NS = 2_000_000_000
 _TICK_NS = 20_000_000  # twice the longest tick of Linux
 _THREADS = max(8, os.cpu_count() or 1)  # Pillow and hashing let go of the interpreter's lock; the rest waits for disks

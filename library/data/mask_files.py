@@ -34,7 +34,7 @@ REFUSED = "nothing is filled, which training refuses"
 MaskKey = Literal["conditioning_data_dir", "inpaint_mask_directory", "alpha_mask", "inpaint_alpha_mask"]
 _HALF_WHITE = 128
 _PLAIN = 8  # levels of 255 that compression leaves in an area of one colour
-_COLOURED = 32  # levels between red and luminance
+_FAR = 32  # levels between the channels of a coloured mask, or from white to the brightest of a faint one
 
 
 def read_mask(data: bytes, name: str) -> tuple[Image.Image, str, str]:
@@ -51,8 +51,8 @@ def read_mask(data: bytes, name: str) -> tuple[Image.Image, str, str]:
     luminance = image.convert("L")
     low, high = _extrema(alpha) if alpha is not None else (255, 255)
     if alpha is None or (high and high - low <= _PLAIN):
-        red_differs = _extrema(ImageChops.difference(image.getchannel("R"), luminance))[1] > _COLOURED
-        return luminance, "luminance", "coloured: its luminance counts, where sd-scripts takes red" * red_differs
+        is_coloured = int(np.ptp(np.asarray(image), axis=2).max()) > _FAR
+        return luminance, "luminance", "coloured: its luminance counts, where sd-scripts takes red" * is_coloured
     seen = np.asarray(luminance)[np.asarray(alpha) >= _HALF_WHITE]
     shows_two = bool(high) and seen.size > 0 and int(np.ptp(seen)) > _PLAIN
     return alpha, "alpha", "its colours have a shape too: its alpha counts, what is opaque" * shows_two
@@ -88,6 +88,9 @@ def look_at_mask(path: str, key: MaskKey) -> tuple[str, str, Sequence[float]]:
     if high - low <= _PLAIN:
         all_of_it = "all of the image is filled" if fills else "all of the image counts alike, as without a mask"
         remark = f"one value everywhere ({levels}), {all_of_it if high > _PLAIN else _nothing(fills)}"
+    elif high < 255 - _FAR:
+        faint = f"its brightest value is {high} of 255, which counts {high / 255:.0%}"
+        remark = "; ".join(filter(None, (faint, remark)))
     box = mask.getbbox() or (0, 0, 0, 0)
     return source, remark, [side / whole for side, whole in zip(box, mask.size * 2, strict=True)]
 

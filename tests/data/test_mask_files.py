@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from PIL import Image
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
 from library.data.lint import Report, check
-from library.data.mask_files import read_mask
+from library.data.mask_files import look_at_mask, read_mask
 from library.data.samples import scan
 from tests.data.folders import add_image, build, cache_all, items, make_old, write_toml
 from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 64
+LOSS, FILL = "conditioning_data_dir", "inpaint_mask_directory"
 SHAPE = np.zeros((SIDE, SIDE), np.uint8)
 SHAPE[8:40, 16:48] = 255
 FULL = np.full_like(SHAPE, 255)
@@ -63,6 +65,29 @@ def test_a_mask_means_the_same_however_it_is_saved(how: str, seed: int, low: int
     assert (source, doubt) == ("alpha" if how.startswith("brush") else "luminance", "")
 
 
+@given(colour=st.tuples(*[st.integers(0, 255)] * 3), beside_white=st.booleans())
+def test_a_mask_that_counts_otherwise_than_black_and_white_says_so(
+    colour: tuple[int, int, int], beside_white: bool
+) -> None:
+    """Of any colour on black the red that sd-scripts takes, and the white that is meant, are near, or it is said."""
+    levels = np.zeros((9, 9, 3), np.uint8)
+    levels[2:5, 2:5] = colour
+    levels[6:, 6:] = 255 * beside_white
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "a.png")
+        Image.fromarray(levels).save(path)
+        remark = look_at_mask(str(path), LOSS)[1]
+    faint = "" if beside_white else "its brightest value is "
+    assert bool(remark) == (np.ptp(colour) > 32 or (not beside_white and luminance(colour) < 223))
+    assert ("coloured" in remark) == (np.ptp(colour) > 32 and (beside_white or luminance(colour) > 8))
+    assert (faint in remark) == (beside_white or 8 < luminance(colour) < 223)
+
+
+def luminance(colour: tuple[int, int, int]) -> int:
+    """ITU-R 601-2, as Pillow's documentation has it, in its fixed-point numbers."""
+    return (colour[0] * 19595 + colour[1] * 38470 + colour[2] * 7471 + 0x8000) >> 16
+
+
 def dataset(folder: Path, key: str, image: Image.Image, mask: Image.Image | None) -> str:
     """A dataset of one image; returns the kind of its model."""
     add_image(folder / "img", "a.png", image.size)
@@ -96,7 +121,6 @@ def cut_out(alpha: NDArray[np.uint8]) -> Image.Image:
     return image
 
 
-LOSS, FILL = "conditioning_data_dir", "inpaint_mask_directory"
 WHOLE = "all of the image counts alike, as without a mask"
 NOTHING = "nothing of the image counts in the loss"
 FILLED, REFUSED = "all of the image is filled", "nothing is filled, which training refuses"
@@ -113,6 +137,8 @@ FILLED, REFUSED = "all of the image is filled", "nothing is filled, which traini
         (LOSS, PHOTO, written(0 * SHAPE, "brush white"), f"one value everywhere (alpha 0), {NOTHING}"),
         (LOSS, PHOTO, cut_out(SHAPE), "its colours have a shape too: its alpha counts, what is opaque"),
         (LOSS, PHOTO, PHOTO, "coloured: its luminance counts, where sd-scripts takes red"),
+        (LOSS, PHOTO, written(SHAPE // 3, "L"), "its brightest value is 85 of 255, which counts 33%"),
+        ("alpha_mask", cut_out(SHAPE // 3), None, "its brightest value is 85 of 255, which counts 33%"),
         (FILL, PHOTO, written(SHAPE, "brush black"), ""),
         (FILL, PHOTO, written(SHAPE // 3, "L"), f"one value everywhere (luminance 0 to 85), {REFUSED}"),
         (FILL, PHOTO, written(SHAPE // 8 + 200, "L"), f"one value everywhere (luminance 200 to 231), {FILLED}"),
