@@ -96,7 +96,8 @@ def migrate_foreign(program: str, text: str, path: Path, save_to: Path, overwrit
     for key, what in {"model_type": "model family of this version", "pretrained_model_name_or_path": "model"}.items():
         if key not in training:
             refused = [note for note in found.notes if note.outcome == "refused"]
-            other = [note for note in refused if note.key in ("job", "type") and "this version" in note.text]
+            kinds = ("job", "type", "model_type", "training_method")
+            other = [note for note in refused if note.key in kinds and "this version" in note.text]
             named = [note.line() for note in other[:1] or [note for note in refused if "model" in note.key]]
             lacks = f"is of {program}, but trains nothing here" if other else f"names no {what}"
             raise UserError("; ".join([f"{path}: {lacks}", *named]))

@@ -186,7 +186,7 @@ def test_what_the_programs_do_by_default_is_what_happens(here: Path) -> None:
     assert (ours.network.network_dim, ours.network.network_alpha) == (16, 1.0)
     assert (ours.optimizer.learning_rate, ours.optimizer.lr_warmup_steps) == (3e-6, 200)
     assert (ours.training.max_train_epochs, ours.training.mixed_precision) == (100, "fp16")
-    assert (ours.flow.timestep_sampling, ours.flow.guidance_scale) == ("uniform", 1.0)
+    assert (ours.flow.timestep_sampling, ours.flow.discrete_flow_shift, ours.flow.guidance_scale) == ("sigma", 1.0, 1.0)
     bare = {"model_type": "lora", "model_family": "flux", "data_backend_config": "none.json", "lora_rank": 8}
     call(migrate_config, "--save_to", "c.toml", str(write(bare, "SimpleTuner", here)))
     ours = load_config(["--config_file", "c.toml"])
@@ -589,6 +589,20 @@ CONSTANTS: dict[str, dict[str, dict[str, Any]]] = {
         "torch-adafactor": {"beta2_decay": -0.8, "eps": (None, 1e-3), "d": 1.0, "weight_decay": 0.0},
         "soap": {"betas": (0.95, 0.95), "shampoo_beta": 0.95, "weight_decay": 0.01, "max_precondition_dim": 10000},
     },
+    "OneTrainer": {
+        "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False},
+        "adamw_8bit": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2},
+        "adafactor": {"eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8, "beta1": None,
+                      "weight_decay": 0.0, "scale_parameter": False, "relative_step": False, "warmup_init": False},
+        "came": {"eps": (1e-30, 1e-16), "betas": (0.9, 0.999, 0.9999), "weight_decay": 0.0},
+        "lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
+        "prodigy": {"betas": (0.9, 0.999), "beta3": None, "eps": 1e-8, "weight_decay": 0, "decouple": False,
+                    "d_coef": 1.0, "use_bias_correction": False, "safeguard_warmup": False, "d0": 1e-6, "slice_p": 1},
+        "prodigy_plus_schedule_free": {"betas": (0.9, 0.99), "eps": None, "weight_decay": 0.0,
+                                       "split_groups_mean": True, "factored": True, "d_limiter": True},
+        "schedule_free_adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "warmup_steps": 200, "r": 0},
+        "dadapt_adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "decouple": False},
+    },
 }  # fmt: skip
 
 
@@ -621,6 +635,12 @@ SHIFTED = {
         ({"flow_schedule_shift": 0.0}, lambda u, z: z),
         ({"flow_schedule_shift": 0, "flow_schedule_auto_shift": True}, lambda u, z: z * E / (1 + (E - 1) * z)),
     ],
+    "OneTrainer": [
+        ({"timestep_distribution": "UNIFORM", "timestep_shift": 3.0}, lambda u, z: 3 * u / (1 + 2 * u)),
+        ({"timestep_distribution": "UNIFORM"}, lambda u, z: u),
+        ({"timestep_distribution": "LOGIT_NORMAL", "timestep_shift": 3.0}, lambda u, z: 3 * z / (1 + 2 * z)),
+        ({"dynamic_timestep_shifting": True}, lambda u, z: z * E / (1 + (E - 1) * z)),
+    ],
 }
 E = math.exp(1.15)  # FLUX.1 dev's shift at 1024 x 1024
 
@@ -629,10 +649,14 @@ E = math.exp(1.15)  # FLUX.1 dev's shift at 1024 x 1024
 def test_noise_levels_are_drawn_as_there(here: Path, program: str) -> None:
     uniform, normal = torch.linspace(0.01, 0.99, 99), torch.linspace(-3, 3, 99)
     for keys, wanted in SHIFTED[program]:
-        data = simple_tuner("flux", model_flavour="dev", **keys) if program == "SimpleTuner" else one_trainer(**keys)
+        data = (
+            simple_tuner("flux", model_flavour="dev", **keys)
+            if program == "SimpleTuner"
+            else one_trainer("FLUX_DEV_1", **keys)
+        )
         notes_of(data, program, here)
         flow = load_config(["--config_file", "my.toml"]).flow
-        sigmas = SAMPLERS[flow.timestep_sampling](flow, normal, uniform, 4096)
+        sigmas = SAMPLERS[flow.timestep_sampling.replace("auto", "flux_shift")](flow, normal, uniform, 4096)
         assert_close(sigmas.sort().values, wanted(uniform, normal.sigmoid()), rtol=0, atol=1e-5)
 
 
@@ -736,6 +760,70 @@ def test_what_a_shell_file_holds_beside_variables_gets_a_line(here: Path) -> Non
         "line 4",
         "ODD",
     }
+
+
+@pytest.mark.parametrize(("steps", "share"), [(200, 1), (201, 4), (7, 2), (2, 4), (0.25, 4), (1.0, 4), (0, 4)])
+def test_steps_count_updates_of_as_many_batches(here: Path, steps: float, share: int) -> None:
+    """create_lr_scheduler in OneTrainer's create.py (above 1 batches, to 1 a share); TrainProgress.global_step."""
+    units = {"save_every_unit": "STEP", "validation": True, "validate_after_unit": "STEP"}
+    units |= {"save_every": share * 25, "validate_after": share * 5, "gradient_accumulation_steps": share}
+    notes_of(one_trainer("QWEN", learning_rate_warmup_steps=steps, **units), "OneTrainer", here)
+    config = load_config(["--config_file", "my.toml"])
+    updates = 40_000  # of a run
+    wanted = int(steps / share) if steps > 1 else int(steps * updates)
+    warm = config.optimizer.lr_warmup_steps
+    assert abs((warm * updates if 0 < warm < 1 else warm) - wanted) <= 1
+    assert (config.saving.save_every_n_steps, config.validation.validate_every_n_steps) == (25, 5)
+
+
+def test_lines_on_keys_of_onetrainer_are_true(here: Path) -> None:
+    """Keys of all its saved files, of files before version 11 (its migrations), of other optimizers and models."""
+    parts = {"__version": 0, "train": True, "include": True, "weight_dtype": "NONE", "attention_mask": False}
+    old = {
+        "__version": 8,
+        "weight_dtype": "BFLOAT_16",
+        "gradient_checkpointing": False,
+        "save_after": 100,
+        "save_after_unit": "STEP",
+        "lora_layer_preset": "full",
+        "prior": {"learning_rate": 2e-4, "weight_dtype": "FLOAT_8"},
+        "unet": parts,
+        "decoder": parts,
+        "transformer": parts,
+        "optimizer_defaults": {"ADAFACTOR": {"eps": 1e-30}},
+        "optimizer": {
+            "optimizer": "ADAFACTOR",
+            "eps": 1e-30,
+            "eps2": 1e-3,
+            "beta1": None,
+            "d_coef": 2.0,
+            "fused": True,
+        },
+        "text_encoder": {"dropout_probability": 0.1},
+        "resolution": "512,768",
+    }
+    notes = notes_of(one_trainer("FLUX_DEV_1") | old, "OneTrainer", here)
+    refused = {key for key, note in notes.items() if note.outcome == "refused"}
+    assert refused == {
+        "text_encoder.dropout_probability",
+        "layer_filter",
+        "layer_filter_preset",
+        "quantization.layer_filter",
+    }
+    assert "output of this encoder alone" in notes["text_encoder.dropout_probability"].text
+    assert "divide the epochs by their number" in notes["resolution"].text
+    config = load_config(["--config_file", "my.toml"])
+    assert (config.training.gradient_checkpointing, config.saving.save_every_n_steps) == (False, 100)
+    assert (config.optimizer.learning_rate, config.precision.fp8_base) == (2e-4, True)
+    notes = notes_of(one_trainer("FLUX_DEV_1") | old | {"__version": 11, "prior": {"train": False}}, "OneTrainer", here)
+    assert notes["prior.train"].outcome == "left out"
+    assert load_config(["--config_file", "my.toml"]).model.base_dtype == "bf16"
+    for program, data in (("OneTrainer", one_trainer("QWEN", training_method="FINE_TUNE")),
+                          ("SimpleTuner", simple_tuner("flux", model_type="full"))):  # fmt: skip
+        (here / "my.toml").unlink(missing_ok=True)
+        said = refusal(migrate_config, "--save_to", "my.toml", str(write(data, program, here)))
+        assert "is not in this version, but lora" in said
+        assert not (here / "my.toml").exists()
 
 
 def test_what_is_nobodys_configuration_is_not_given_a_name() -> None:

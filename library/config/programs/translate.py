@@ -3,7 +3,8 @@
 Each program is a TOML file beside this one: what each of its keys means, and what an unset one means where training
 depends on that (``default``; ``like``: the value of another key). A key is written as its path, ``network.linear``,
 with ``*`` for an item of a list and ``key@value`` where ``value`` is that of the key that ``by`` names; a value of that
-key with no such row, and no row of its own, is not taken. A row has
+key with no such row, and no row of its own, is not taken; ``network.*`` is the row of all keys below that have none. A
+row has
 
     to       the key here, or several; of a list, such as dataset_args, the value becomes an item
     text     how the value is written there, "resolutions={}"
@@ -217,7 +218,8 @@ def _translate_keys(
     both |= {key: both[row["like"]] for key, row in rows.items() if row.get("like") in both and key not in given}
     for key in sorted(both, key=lambda key: (key in given, order.index(key) if key in rows else len(order))):
         general, number = _general(key), "".join(re.findall(r"\.(\d+)(?=\.|$)", key)[:1])
-        row = rows.get(f"{general}@{_word(both.get(by.get(key)))}") or rows.get(general) or {}
+        named = (f"{general}@{_word(both.get(by.get(key)))}", general, f"{general.partition('.')[0]}.*")
+        row: Mapping[str, Any] = next((rows[one] for one in named if one in rows), {})
         outcome, text, meant = _meaning(row, both[key], both)
         if part == "training" and (why := _misfit(meant)):
             outcome, text, meant = "refused", f"not taken: {why}", {}
@@ -237,7 +239,9 @@ def _translate_keys(
             values[to] = one
             replaced = sources.get(to) if "to" in row and to not in _LISTS and key in given else None
             notes[:] = [
-                note for note in notes if note.key != replaced and (note.key, note.outcome) != (where + to, "default")
+                note
+                for note in notes
+                if note.key != replaced and (to in _LISTS or (note.key, note.outcome) != (where + to, "default"))
             ]
             if replaced:
                 notes.append(Note(replaced, "left out", f"{where}{key} is set too and counts"))
