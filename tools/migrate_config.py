@@ -133,7 +133,10 @@ def _save_datasets(found: Translated, save_to: Path, path: Path, overwrite: bool
                 taken.pop(key, None)
                 usual = (DatasetSettings.model_fields | SubsetSettings.model_fields)[key].get_default()
                 follows = "" if usual is None else f"; it is {usual!r}"
-                found.dataset_notes.append(Note(where + key, "refused", f"not taken: {value!r} does not fit{follows}"))
+                given = next((note.key for note in found.dataset_notes if note.to == where + key), where + key)
+                notes = [note for note in found.dataset_notes if where + key not in (note.to, note.key)]
+                text = f"not taken: {key} = {value!r} does not fit{follows}"
+                found.dataset_notes[:] = [*notes, Note(given, "refused", text)]
         table: dict[str, Any] = {key: taken.pop(key) for key in list(taken) if key in DATASET_KEYS}
         tables.append(table | {"subsets": [taken]})
     head = [f"# Made by tools/migrate_config.py from {path.name}.", *_comments(found.dataset_notes)]

@@ -461,9 +461,10 @@ def test_what_a_run_refuses_is_said_and_the_rest_is_written(here: Path) -> None:
     notes = notes_of(data, "OneTrainer", here)
     assert any(note.text.startswith("a run would stop: ") and "Prodigy" in note.text for note in notes.values())
     assert toml.load("my.toml")["optimizer"]["learning_rate"] == 3e-4
-    assert notes["concepts.0.num_repeats"].text == "not taken: 2.5 does not fit; it is 1"
+    assert notes["concepts.0.balancing"].text == "not taken: num_repeats = 2.5 does not fit; it is 1"
+    assert "concepts.0.num_repeats" not in notes
     assert "set class_tokens" in notes["concepts.0.text.prompt_source"].text
-    assert "concepts.0.num_repeats: 2.5 does not fit" in (here / "my_dataset.toml").read_text()
+    assert "concepts.0.balancing: num_repeats = 2.5 does not fit" in (here / "my_dataset.toml").read_text()
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -248,7 +248,7 @@ def _translate_keys(
             if "to" in row and key in given:
                 sources[to] = where + key
         if key in given:
-            notes.append(Note(where + key, outcome, text, to="" if where else next(iter(meant), "")))
+            notes.append(Note(where + key, outcome, text, to=where + next(iter(meant), "")))
         else:
             whose = "as outside the dataset" if key in outer else f"the default of {tables['program']}"
             source = f"{key} is unset, so {_word(both[key])}, {whose}"
