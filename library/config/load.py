@@ -30,7 +30,7 @@ from library.config.kohya.flags import FLAGS
 from library.config.kohya.translate import find_tool, translate
 from library.config.kohya.translation import Note
 from library.config.markers import asks_for_nothing, is_nothing, words_of
-from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES
+from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES, PATHS
 from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from library.config.scripts import LORA, REMOVED_KEYS, Schema, Script, fields, section_fields, sections
@@ -248,7 +248,8 @@ def _validate(
         uncertain: keys that were set under wrong names, or to what is not taken.
     """
     known = fields(script)
-    values = {key: value for key, value in values.items() if not asks_for_nothing(value, known[key][1])}
+    given = {key: value for key, value in values.items() if not asks_for_nothing(value, known[key][1])}
+    values = {key: _at_home(value) if key in PATHS else value for key, value in given.items()}
     try:
         config = script.schema.model_validate(_sorted(values, script))
     except ValidationError as error:
@@ -267,6 +268,13 @@ def _validate(
         without = {note.key for note in notes}
         config = script.schema.model_validate(_sorted({k: v for k, v in values.items() if k not in without}, script))
     return config, refused, notes
+
+
+def _at_home(value: Any) -> Any:
+    """Return a path, or a list of them, with ``~`` resolved, which no shell does in a TOML file."""
+    if isinstance(value, list):
+        return [_at_home(each) for each in value]
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith(("~/", "~\\")) else value
 
 
 def misfit(key: str, value: Any) -> str:

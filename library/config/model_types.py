@@ -78,6 +78,13 @@ def _rows(tables: dict[str, Any]) -> Iterator[tuple[str, ModelType]]:
 MODEL_TYPES: Mapping[str, ModelType] = dict(_rows(read_toml(Path(__file__).with_name("model_types.toml"))[0]))
 IMAGE_MODELS = tuple(name for name, row in MODEL_TYPES.items() if not row.is_language_model)
 MODEL_FILE_KEYS = tuple(dict.fromkeys(key for row in MODEL_TYPES.values() for key in (*row.files, *row.tokenizers)))
+PATHS = {  # options and keys of datasets that name files or folders
+    *("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "network_weights", "base_weights", "tokenizer", "init_from"),
+    *("dataset_config", "cache_directory", "train_data", "validation_data", "data_dir", "sample_prompts"),
+    *("resume", "output_dir", "logging_dir", "save_fallback_dir", "sample_model"),
+    *("distill_from", "distill_lora", "distill_cache", "preserve_prompts", "general_prompts"),
+    *("image_dir", "metadata_file", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"),
+}
 # transformers' model_type of the language models that are read, GPT-2 and what differs from Llama by a line
 LANGUAGE_MODEL_KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 LANGUAGE_MODELS = tuple(name for name, row in MODEL_TYPES.items() if row.is_language_model)

@@ -334,15 +334,15 @@ def _tables_of_folder(folder: Path, given: Mapping[str, str]) -> dict[str, Any]:
     if (listed := given.get("in_json")) and given.get("reg_data_dir"):
         raise UserError("dataset_args: reg_data_dir: has no effect with in_json, as in sd-scripts; remove one of them")
     if listed:
-        subsets = [{"image_dir": ".", "metadata_file": str(Path(listed).absolute())}]
+        subsets = [{"image_dir": ".", "metadata_file": str(Path(listed).expanduser().absolute())}]
     else:
         subsets = _dreambooth_subsets("train_data_dir", folder, Path())
         if regular := given.get("reg_data_dir"):
-            regular_folder = Path(regular).absolute()
+            regular_folder = Path(regular).expanduser().absolute()
             found = _dreambooth_subsets("reg_data_dir", regular_folder, regular_folder)
             subsets += [subset | {"is_reg": True} for subset in found]
     if masks := given.get("conditioning_data_dir"):
-        subsets = [subset | {"conditioning_data_dir": str(Path(masks).absolute())} for subset in subsets]
+        subsets = [subset | {"conditioning_data_dir": str(Path(masks).expanduser().absolute())} for subset in subsets]
     return {"datasets": [{"subsets": subsets}]}
 
 

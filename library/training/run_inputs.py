@@ -30,13 +30,14 @@ from pydantic.fields import FieldInfo
 from library import __version__
 from library.checksums import fingerprint
 from library.config.markers import AtStart, EffectOnly, OnlyWith, is_nothing, listed, options
+from library.config.model_types import PATHS
 from library.config.optimizer_types import OPTIMIZERS, PIP_NAMES
 from library.data.captions import drawn_from
 from library.data.config import DatasetConfig
 from library.data.samples import Sample
 from library.errors import UserError, counted, names_in_short
 from library.processes import agreed, from_all_processes
-from library.training.checkpoint.metadata import PATHS, without_folders
+from library.training.checkpoint.metadata import without_folders
 
 _MODULES = {"torch", "accelerate", "transformers", "tokenizers", "sentencepiece", "tiktoken", "diffusers", "numpy"}
 _MODULES |= {"pillow", "gguf", "deepspeed", "triton", *(row.module.partition(".")[0] for row in OPTIMIZERS.values())}

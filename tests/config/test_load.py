@@ -15,7 +15,8 @@ from dev.write_config_docs import json_schema, options_page
 from library.config import load_config
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
-from library.config.load import _parser, load_for, read_keys
+from library.config.load import _parser, _validate, load_for, read_keys
+from library.config.model_types import PATHS
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, REMOVED_KEYS, Script, fields, sections
 from library.errors import UserError
 from tests.config.test_kohya import _problem
@@ -36,6 +37,24 @@ def test_a_key_is_read_under_any_heading_or_none(tmp_path: Path) -> None:
     assert config.network.network_dim == 8
     assert config.optimizer.learning_rate == 1.0
     assert config.network.network_args == ["a=1"]
+
+
+@pytest.mark.parametrize("script", [LORA, LANGUAGE_LORA, LLM])
+def test_every_option_that_names_a_path_takes_a_tilde(
+    script: Script[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shell resolves it in a TOML file; other options keep it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    needed = {"pretrained_model_name_or_path": "m", "dataset_config": "d", "train_data": ["d"], "data_dir": "d"}
+    needed = {key: value for key, value in (needed | {"model_type": "llama"}).items() if key in fields(script)}
+    needed |= {"model_type": "flux"} if script is LORA else {}
+    for key, (section, field) in fields(script).items():
+        tried = [_validate(needed | {key: given}, {}, (), script)[0] for given in ("~/x", ["~/x"])]
+        values = str([getattr(getattr(config, section), key) for config in tried if config])
+        named = bool(re.search(r"\b(folder|files?)\b", field.description or "")) and "/x" in values
+        assert (str(tmp_path / "x") in values) == (key in PATHS), key
+        assert ("~" in values) <= (key not in PATHS), key
+        assert named <= (key in PATHS or key in ("output_name", "huggingface_path_in_repo", "network_args")), key
 
 
 def test_a_flag_wins_over_the_toml_file(tmp_path: Path) -> None:

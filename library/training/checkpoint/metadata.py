@@ -32,7 +32,7 @@ from typing import Any
 from library.checksums import read_checked_json, write_checked_json
 from library.config.chat_schema import ChatTrainConfig
 from library.config.markers import split_pairs
-from library.config.model_types import MODEL_FILE_KEYS
+from library.config.model_types import PATHS
 from library.config.schema import SavingConfig, TrainConfig
 from library.data.batches import DataParallelRank
 from library.data.buckets import Bucketing
@@ -147,13 +147,6 @@ def without_folders(sections: dict[str, dict[str, object]]) -> dict[str, dict[st
     return {name: {key: _cut(key, value) for key, value in keys.items()} for name, keys in left.items()}
 
 
-PATHS = {  # may be relative; what is absolute is known by itself
-    *("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "network_weights", "base_weights", "tokenizer", "init_from"),
-    *("dataset_config", "cache_directory", "train_data", "validation_data", "data_dir", "sample_prompts"),
-    *("resume", "output_dir", "logging_dir", "save_fallback_dir", "sample_model"),
-    *("distill_from", "distill_lora", "distill_cache", "preserve_prompts", "general_prompts"),
-    *("image_dir", "metadata_file", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"),
-}
 _PROMPT_IMAGE = re.compile(r"(--[cm]i[\s=]+)(.+?)(?=\s+--[a-z]|$)", re.IGNORECASE)
 
 
