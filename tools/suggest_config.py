@@ -148,6 +148,7 @@ def main() -> None:
     print(f"training  {', '.join(training)}")
     if painted := suggestion.painted_first(answered):
         print(f"first     the base paints {painted} (preserve_prompts), once for this base; they are kept")
+    print(*(f"note: {line}" for line in found.notes), sep="\n", end="\n" * bool(found.notes))
     if missing := found.without_caption:
         print(f"note: {missing} without a caption; write them, or a command: {suggestion.CAPTIONER} in [dataset]")
     if any(word in Path(answered.model).name.lower() for word in ("turbo", "schnell")):

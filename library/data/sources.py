@@ -262,7 +262,11 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
     names = _pictures(files)
     inside = [] if recursive else _pictures(files_inside(folder, besides))
     if not names:
-        hint = f"{len(inside)} in the folders inside ({inside[0]}, ...); set recursive = true" if inside else ""
+        hint = (
+            f"{len(inside)} in the folders inside ({inside[0]}, ...); name one of them, or set recursive = true"
+            if inside
+            else ""
+        )
         raise UserError(
             f"{subset.where}: image_dir {str(folder)!r} holds no images "
             f"(png, jpg, webp, avif, bmp, tiff, gif); {hint or 'name the folder that does'}"
@@ -272,7 +276,7 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
             f"{subset.where}: {counted(len(inside), 'image')} in folders inside {folder} left out "
             f"({names_in_short(inside, _MOST_NAMED)}); set recursive = true to train on them"
         )
-    captions = captions_beside([*files, *others], subset, refuse=refusals is None)
+    captions = captions_beside([*files, *others], caption_suffix(subset), subset.where if refusals is None else None)
     if unread := left_out(files, names, others, {*captions.values(), *_masks_among(subset, files)}):
         warnings.append(f"{subset.where}: {unread}")
     found: list[Source] = []
@@ -297,20 +301,25 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
     return [replace(source, is_refused=True) for source in found]
 
 
-def captions_beside(files: Collection[str], subset: Subset, refuse: bool = True) -> dict[str, str]:
+def captions_beside(files: Collection[str], suffix: str, where: str | None = None) -> dict[str, str]:
     """Return image -> its caption, of those ``files`` of a folder that are images and have one.
 
     That is the file of the image's stem, or one that is alike, as :func:`_alike` has it.
 
     Raises:
-        UserError: with ``refuse``, several files could be an image's caption.
+        UserError: with ``where``, several files could be an image's caption.
     """
-    wanted = {name: stem(name) + caption_suffix(subset) for name in files if is_image(name)}
+    wanted = {name: stem(name) + suffix for name in files if is_image(name)}
     meant = _alike(wanted.values(), set(files) - wanted.keys())
-    if several := next((name for name, caption in wanted.items() if refuse and len(meant[caption]) > 1), None):
+    if several := next((name for name, caption in wanted.items() if where and len(meant[caption]) > 1), None):
         near = names_in_short(meant[wanted[several]])
-        raise UserError(f"{subset.where}: {near} could all be the caption of {several}; keep one")
+        raise UserError(f"{where}: {near} could all be the caption of {several}; keep one")
     return {name: meant[caption][0] for name, caption in wanted.items() if meant[caption]}
+
+
+def captioned(files: Collection[str]) -> dict[str, set[str]]:
+    """Return usual endings of captions -> the images among the ``files`` of a folder that have one of it."""
+    return {suffix: set(captions_beside(files, suffix)) for suffix in _CAPTIONS}
 
 
 def _alike(wanted: Collection[str], there: Collection[str]) -> dict[str, list[str]]:
@@ -338,7 +347,7 @@ def uncaptioned(subset: Subset) -> dict[Path, Path]:
         raise UserError(f"{subset.where}: caption_extension {suffix!r} is that of an image; name another, as '.txt'")
     besides, others = [path for path in subset.companion_dirs if path != folder], dict[str, bool]()
     files = list_folder(folder, subset.settings.recursive, besides, others)
-    captions = captions_beside([*files, *others], subset)
+    captions = captions_beside([*files, *others], suffix, subset.where)
     for caption in set(captions.values()) - files.keys():
         read_text(folder / caption)  # which tells what lies there instead of a file
     without = [name for name in _pictures(files) if name not in captions]
@@ -385,8 +394,7 @@ def _complain_about_missing_captions(
 ) -> None:
     suffix = caption_suffix(subset)
     word = subset.settings.trigger_word
-    stems = {stem(name) for name in without}
-    beside = [end for end in _CAPTIONS if any(stem + end in files for stem in stems)]
+    beside = [end for end, names in captioned(files).items() if not names.isdisjoint(without)]
     if len(without) < total or (word and not beside):
         text = "the trigger word alone" if word else "an empty caption"
         warnings.append(

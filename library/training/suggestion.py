@@ -24,7 +24,7 @@ from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
 from library.data.file_index import list_folder
 from library.data.samples import Sample, scan
-from library.data.sources import is_image, stem
+from library.data.sources import captioned
 from library.errors import UserError
 from library.files import read_toml, toml_text
 from library.models.family_by_name import family_class
@@ -37,7 +37,6 @@ from library.training.sampling.prompts import usual_prompt
 
 Kind = Literal["subject", "style", "edit"]
 CAPTIONER = 'caption_command = "my_captioner {image}"'
-_CAPTION_ENDINGS = (".txt", ".caption")
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,21 @@ class Answers:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """A dataset: its samples, the side of a square as large as the median image, how many lack a caption."""
+    """A dataset: its samples, the side of a square as large as the median image, how many lack a caption.
+
+    Attributes:
+        caption_extension: of a folder, that of most captions.
+        other_captions: how many images have a caption of another extension alone.
+        notes: what training would say of it.
+    """
 
     samples: Sequence[Sample]
     side: int
     without_caption: int
     held_out: int
-    caption_extension: str = _CAPTION_ENDINGS[0]
+    caption_extension: str
+    other_captions: int
+    notes: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -151,29 +158,36 @@ def summarise_dataset(answers: Answers) -> DatasetSummary:
     Raises:
         UserError: there is none, or training would refuse it.
     """
-    family, path, ending = family_class(answers.model_type), answers.images, _CAPTION_ENDINGS[0]
+    family, path, ending, others = family_class(answers.model_type), answers.images, ".txt", set[str]()
     unit = MODEL_TYPES[answers.model_type].pixel_multiple
     with tempfile.TemporaryDirectory() as scratch:
         if path.is_dir():
-            files = list_folder(path)
-            if not (stems := {stem(name) for name in files if is_image(name)}):
-                raise UserError(f"--images {path}: holds no images (png, jpg, webp, ...); name the folder that does")
-            ending = max(_CAPTION_ENDINGS, key=lambda end: sum(name + end in files for name in stems))
+            by_ending = captioned(list_folder(path))
+            ending = max(by_ending, key=lambda suffix: len(by_ending[suffix]))
+            others = set[str]().union(*by_ending.values()) - by_ending[ending]
             subset: dict[str, object] = {"image_dir": str(path.resolve()), "class_tokens": ""}
             subset |= {"caption_extension": ending, "multiline_captions": True}
             if answers.controls:
                 subset["control_directory"] = str(answers.controls.resolve())
             path, table = Path(scratch, "dataset.toml"), {"resolution": 1024, "cache_directory": scratch}
             path.write_text(toml_text({"datasets": [{**table, "subsets": [subset]}]}), encoding="utf-8")
-        defaults = DatasetArguments(dataset_config=str(path))
+        defaults = DatasetArguments(dataset_config=str(path), trigger_word=answers.trigger)
+
+        def said(line: str) -> str:  # not of a file that is gone by now
+            shown = f"--images {answers.images}"
+            return (
+                line if path == answers.images else line.replace(f"{path}: subset 1", shown).replace(str(path), shown)
+            )
+
         try:
             found = scan(load_dataset_config(path, defaults, family.conditioning), 0, unit)
-        except UserError as error:  # not of a file that is gone by now
-            raise UserError(str(error).replace(f"{path}: subset 1", f"--images {answers.images}")) from None
+        except UserError as error:
+            raise UserError(said(str(error))) from None
     samples = [sample for sample in [*found.train, *found.held_out] if not sample.settings.is_reg]
     sides = [(sample.image.size[0] * sample.image.size[1]) ** 0.5 for sample in samples if sample.image.size]
-    without_caption = sum(not sample.caption for sample in samples)
-    return DatasetSummary(samples, round(median(sides)), without_caption, len(found.held_out), ending)
+    without = sum(not sample.caption for sample in samples) - len(others)
+    notes = list(map(said, found.warnings))
+    return DatasetSummary(samples, round(median(sides)), without, len(found.held_out), ending, len(others), notes)
 
 
 def painted_first(answers: Answers) -> str:

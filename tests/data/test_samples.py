@@ -221,7 +221,9 @@ def test_an_empty_folder_is_refused_and_folders_inside_are_hinted_at(tmp_path: P
         "name the folder that does"
     )
     add_image(tmp_path / "img" / "5_cat", "a.png")
-    assert refused(tmp_path, toml).endswith("; 1 in the folders inside (5_cat/a.png, ...); set recursive = true")
+    assert refused(tmp_path, toml).endswith(
+        "; 1 in the folders inside (5_cat/a.png, ...); name one of them, or set recursive = true"
+    )
 
 
 def test_json_metadata_names_images_with_or_without_suffix_and_gives_captions_and_tags(tmp_path: Path) -> None:

@@ -13,15 +13,30 @@ from typing import Any
 import pytest
 import toml
 from accelerate.state import AcceleratorState
+from hypothesis import assume, settings
+from hypothesis import given as for_all
+from hypothesis import strategies as some
 from PIL import Image
 
 from library.config import load_config
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
+from library.config.schema import DatasetArguments
+from library.data.captions import plain_caption
+from library.data.config import load_dataset_config
+from library.data.samples import scan
 from library.errors import UserError
 from library.models.family_by_name import family_class
 from library.training.memory.budget import GIB
 from library.training.sampling.prompts import read_prompts
-from library.training.suggestion import Answers, choose_memory, find_model_type, presets, suggest, summarise_dataset
+from library.training.suggestion import (
+    Answers,
+    Memory,
+    choose_memory,
+    find_model_type,
+    presets,
+    suggest,
+    summarise_dataset,
+)
 from tests.curves import without_curves
 from tests.runs import ROOT, call, refusal, train_flags
 from tests.tiny import save_single_files
@@ -51,7 +66,7 @@ def trained(folder: Path) -> Path:
     AcceleratorState._reset_state(reset_partial_state=True)
     config = load_config(["--config_file", str(folder / "config.toml")])
     written = folder / "config.toml"
-    written.write_text(written.read_text().replace(" --d ", " --w 128 --h 128 --s 2 --d "))
+    written.write_text(re.sub(r"(?: --w \d+ --h \d+)? --d ", " --w 128 --h 128 --s 2 --d ", written.read_text()))
     with without_curves():
         train_flags(["--config_file", str(folder / "config.toml"), "--max_train_steps", "3",
                      "--sample_every_n_steps", "2", "--max_data_loader_n_workers", "0"])  # fmt: skip
@@ -248,6 +263,63 @@ def test_missing_captions_are_made_of_the_words_or_by_a_command(tmp_path: Path, 
     assert "16 without a caption" in capsys.readouterr().out
 
 
+ENDINGS = (".txt", ".caption", ".cap", ".CAPTION", None)
+
+
+@for_all(some.lists(some.sampled_from(ENDINGS), min_size=1, max_size=7), some.integers(0, 3), some.booleans())
+@settings(max_examples=25, deadline=None)
+def test_no_caption_is_taken_for_missing_and_what_is_left_out_is_named(
+    tmp_path_factory: pytest.TempPathFactory, endings: list[str | None], inside: int, is_subject: bool
+) -> None:
+    """The captions written are those that the dataset reads, or the tool names the files; none is replaced."""
+    folder, words = tmp_path_factory.mktemp("any"), ("zorbo", "man") if is_subject else (None, None)
+    assume(is_subject or any(endings))  # of a style without any caption training wants some
+    (folder / "sub").mkdir()
+    for number, ending in enumerate(endings):
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(folder / f"{number}.png")
+        if ending:
+            (folder / f"{number}{ending}").write_text(f"caption {number}")
+    for number in range(inside):
+        Image.new("RGB", (64, 64)).save(folder / "sub" / f"in{number}.png")
+    (folder / "v.mp4").write_bytes(b"x")
+    kind: Any = "subject" if is_subject else "style"
+    given = Answers(kind, "m", "flux", {}, folder, None, *words, None, folder / "out")
+    found = summarise_dataset(given)
+    said, written = "\n".join(found.notes), suggest(given, found, Memory({}))["dataset.toml"]
+    (folder / "dataset.toml").write_text(written)
+    config = load_dataset_config(folder / "dataset.toml", DatasetArguments(dataset_config="d"))
+    assert scan(config, 0, 16).warnings  # the same that the tool says, from the same place
+    trained = {sample.caption for sample in scan(config, 0, 16).listed}
+    captioned = [number for number, ending in enumerate(endings) if ending]
+    unread = [number for number in captioned if f"caption {number}" not in trained]
+    assert len(unread) == found.other_captions
+    assert f"{len(unread) + 1} file" in said
+    assert "v.mp4" in said
+    assert ("class_tokens" in written) == (is_subject and not unread and None in endings)
+    assert found.without_caption == endings.count(None)
+    assert (f"{inside} image" in said) == bool(inside)
+    assert "dataset.toml" not in said
+
+
+@pytest.mark.parametrize("form", ["folder", "toml"])
+@pytest.mark.parametrize("words", [SUBJECT, [*STYLE, "--trigger_word", "zorbo"]])
+def test_marks_for_the_trigger_word_are_taken_with_the_word(
+    words: list[str], form: str, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(IMAGES, tmp_path / "images")
+    for path in (tmp_path / "images").glob("*.txt"):
+        path.write_text("[trigger] in a garden")
+    table = "[[datasets]]\nresolution = 128\n[[datasets.subsets]]\nimage_dir = 'images'\ncaption_extension = '.txt'\n"
+    (tmp_path / "x.toml").write_text(table)
+    images = tmp_path / ("images" if form == "folder" else "x.toml")
+    folder = write([str(images) if word == IMAGES else word for word in words], tmp_path / "out")
+    assert "trigger word 'zorbo' in every caption" in capsys.readouterr().out
+    dataset = load_config(["--config_file", str(folder / "config.toml")]).dataset
+    assert dataset.dataset_config is not None
+    listed = scan(load_dataset_config(dataset.dataset_config, dataset), 0, 16).listed
+    assert {plain_caption(sample.caption, sample.settings) for sample in listed} == {"zorbo in a garden"}
+
+
 # ---- the model and the card
 
 
@@ -309,7 +381,7 @@ def test_what_no_flag_says_is_asked_until_it_fits(tmp_path: Path, monkeypatch: p
         ([*STYLE[2:]], "--kind is missing"),
         ([*SUBJECT[:-2]], "--class_word is missing"),
         ([*STYLE, "--images", "no_such_folder"], "--images no_such_folder: does not exist"),
-        ([*STYLE, "--images", "docs"], "--images docs: holds no images"),
+        ([*STYLE, "--images", "docs"], "; name one of them, or set recursive = true"),
         ([*STYLE, "--images", "README.md"], "--images README.md: is neither a folder nor a dataset TOML"),
         ([*SUBJECT, "--class_word", "Zorbo"], "--class_word Zorbo: holds the trigger word 'zorbo'"),
         (["--kind", "edit", *STYLE[2:], "--control_directory", "docs", "--model", "Qwen/Qwen-Image-Edit-2509"],
