@@ -8,6 +8,7 @@ the options pages follow from them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
@@ -51,11 +52,21 @@ def asks_for_nothing(value: Any, field: FieldInfo) -> bool:
     return str not in kinds and bool not in kinds and is_nothing(value)
 
 
-def is_nothing(value: Any) -> bool:
-    """Return whether a value asks for nothing: unset, false, zero, empty, or a list of such; text of flags too."""
+def is_nothing(value: Any, *also: object) -> bool:
+    """Return whether a value asks for nothing: unset, false, zero, empty, or a list of such; text of flags too.
+
+    ``also`` are further values that do, which text may hold several of, with commas between.
+    """
     if isinstance(value, list):
-        return all(map(is_nothing, value))
-    return value in (None, False, 0, "", {}) or str(value).lower() in ("false", "none", "0", "0.0")
+        return all(is_nothing(one, *also) for one in value)
+    if value in (None, False, 0, "", {}) or _plain(value) in ("false", "none", "0"):
+        return True
+    words = set(map(_plain, also))
+    return _plain(value) in words or (bool(words) and all(_plain(part) in words for part in str(value).split(",")))
+
+
+def _plain(value: object) -> str:
+    return re.sub(r"\.0+$", "", str(value).strip().lower())
 
 
 class Above:

@@ -141,6 +141,7 @@ SUBSET_ONLY = frozenset(
 _RESOLUTIONS = frozenset({"resolution", "resolutions"})
 SUBSET_KEYS = frozenset(SubsetSettings.model_fields)
 DATASET_KEYS = frozenset(DatasetSettings.model_fields)
+_FIELDS = DatasetSettings.model_fields | SubsetSettings.model_fields
 BUCKET_SIZE_KEYS = frozenset({"bucket_reso_steps", "min_bucket_reso", "max_bucket_reso"})
 BucketRule = Literal["tandem", "kohya", "musubi"] | None  # None: no buckets
 _MUSUBI_SOURCES = frozenset({"image_directory", "image_jsonl_file"})
@@ -300,7 +301,7 @@ def dataset_value(key: str, value: Any) -> Any:
     Raises:
         UserError: it does not fit.
     """
-    field = (DatasetSettings.model_fields | SubsetSettings.model_fields).get(key)
+    field = _FIELDS.get(key)
     if key == "resolution" and isinstance(value, str):
         sides = [int(side) for side in value.split(",") if side.strip().isdigit()]
         return sides[0] if len(sides) == 1 else sides
@@ -312,6 +313,8 @@ def dataset_value(key: str, value: Any) -> Any:
     try:
         return TypeAdapter(field.rebuild_annotation()).validate_python(value)
     except ValidationError as error:
+        if _leaves_unset(key, value):
+            return ""
         raise UserError(f"{key}: {value!r} does not fit: {error.errors()[0]['msg']}") from None
 
 
@@ -507,15 +510,25 @@ def _checked(
         if value == "" and key in SUBSET_ONLY:  # a path
             continue
         if key in file.refused:
-            if is_nothing(value) or str(value) in _OF_TRAINERS["asks_nothing"].get(key, ()):
+            if is_nothing(value, *_OF_TRAINERS["asks_nothing"].get(key, ())):
                 continue
             raise UserError(f"{where}: {key!r} is not taken: {file.refused[key]}")
         _check_key(where, written, key, is_subset, takes_files)
-        check_value(where, key, value)
+        try:
+            check_value(where, key, value)
+        except UserError:
+            if _leaves_unset(key, value):
+                continue
+            raise
         values[key] = value
     if values.keys() >= _RESOLUTIONS:
         raise UserError(f"{where}: resolution and resolutions both say at which size; keep one of them")
     return values
+
+
+def _leaves_unset(key: str, value: Any) -> bool:
+    """Whether a value that does not fit a key asks for nothing, as the key's default does."""
+    return is_nothing(value) and is_nothing(_FIELDS[key].get_default())
 
 
 def _check_key(where: str, written: str, key: str, is_subset: bool, takes_files: bool) -> None:

@@ -31,7 +31,7 @@ from library.data.buckets import Bucketing, ControlSizing, Fit, Images, Size, de
 from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, checked_bytes, files_inside, list_folder
 from library.data.images import decode, fit_image
-from library.data.mask_files import look_at_masks
+from library.data.mask_files import REFUSED, look_at_masks
 from library.data.sources import Source, find_sources, is_image, left_out, note_frames, note_lines
 from library.errors import UserError, counted, names_in_short
 from library.randomness import derive_seed
@@ -265,6 +265,10 @@ def _mask_lines(subset: Subset, fits: Sequence[tuple[Source, tuple[Fit]]], index
     alike: dict[str, list[str]] = defaultdict(list)
     for _, path, remark in remarks:
         alike[remark].append(Path(path).name)
+    for remark, names in alike.items():
+        if remark.endswith(REFUSED):
+            remedy = "paint white what is to be filled, with inpaint_alpha_mask erase it; or remove the image"
+            raise UserError(f"{subset.where}: {remark} ({names_in_short(names, 3)}): {remedy}")
     return lines + [f"{subset.where}: {remark} ({names_in_short(names, 3)})" for remark, names in alike.items()]
 
 
@@ -335,7 +339,7 @@ def idle_parts(config: DatasetConfig) -> list[str]:
         beside, inert = "with bucket_no_upscale", limits if settings.bucket_no_upscale else set[str]()
         if not settings.enable_bucket:
             beside, inert = "without enable_bucket", {"bucket_no_upscale", "bucket_reso_steps", *limits}
-        if given := sorted(inert & settings.model_fields_set):
+        if given := sorted(key for key in inert & settings.model_fields_set if getattr(settings, key)):
             lines.append(f"{dataset.where}: no effect {beside}: {', '.join(given)}")
         for key, needed in _NEEDED.items():
             asked = [(one, getattr(one.settings, key)) for one in dataset.subsets]

@@ -48,7 +48,7 @@ TEXT_ONLY = "this model generates images from text alone; remove it, or choose"
         ("fill", "control_directory = 'control'", "'control_directory' is not taken: this model fills a region of an image; use inpaint_mask_directory, inpaint_alpha_mask or inpaint_masks"),
         ("references", "inpaint_masks = ['halves']", "'inpaint_masks' is not taken: this model edits reference images; use control_directory"),
         ("fill", "inpaint_masks = ['half']", "inpaint_masks = ['half']: should be 'rectangles', 'borders', 'strokes' or 'halves'; correct the value"),
-        ("fill", "inpaint_mask_variants = 0", "inpaint_mask_variants = 0: should be greater than or equal to 1; correct the value"),
+        ("fill", "inpaint_mask_variants = -1", "inpaint_mask_variants = -1: should be greater than or equal to 1; correct the value"),
     ],
 )  # fmt: skip
 def test_keys_that_the_model_does_not_take_are_refused_with_their_line(
@@ -165,13 +165,15 @@ def test_a_mask_must_have_its_images_proportions_and_something_white(folder: Pat
     )
     Image.new("L", (32, 32), 255).save(folder / "masks" / "b.png")
     assert refused(folder, "fill", keys) == (
-        "/masks/a.png: nothing to fill in what is trained on; paint what is to be filled white, or remove the image"
+        "/dataset.toml: subset 1: inpaint_mask_directory: one value everywhere (luminance 100), nothing is filled, which "
+        "training refuses (a.png): paint white what is to be filled, with inpaint_alpha_mask erase it; or remove the image"
     )
 
 
 def test_an_opaque_image_has_nothing_to_fill(folder: Path) -> None:
     assert refused(folder, "fill", "inpaint_alpha_mask = true") == (
-        "/img/a.png: nothing to fill in what is trained on; inpaint_alpha_mask fills what is transparent: erase some, or remove it"
+        "/dataset.toml: subset 1: inpaint_alpha_mask: one value everywhere (alpha 255), nothing is filled, which training "
+        "refuses (a.png, b.png): paint white what is to be filled, with inpaint_alpha_mask erase it; or remove the image"
     )
 
 

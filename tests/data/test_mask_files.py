@@ -18,6 +18,7 @@ from library.data.config import load_dataset_config
 from library.data.lint import Report, check
 from library.data.mask_files import look_at_mask, read_mask
 from library.data.samples import scan
+from library.errors import UserError
 from tests.data.folders import add_image, build, cache_all, items, make_old, write_toml
 from tests.forked import run_script
 
@@ -103,13 +104,16 @@ def dataset(folder: Path, key: str, image: Image.Image, mask: Image.Image | None
 
 
 def reported(folder: Path, kind: str) -> tuple[Report, list[str]]:
-    """What check_dataset finds, and what a run says as it starts."""
+    """What check_dataset finds, and what a run says as it starts, if only why it does not."""
     path = folder / "dataset.toml"
     config = load_dataset_config(path, DatasetArguments(dataset_config=str(path)), kind)  # type: ignore[arg-type]
     first = check(config, 16, lambda *_: lambda _: None)
     again = check(config, 16, lambda *_: lambda _: None)
     assert (first.findings, first.notes) == (again.findings, again.notes)  # remembered
-    return first, scan(config, 0, 16).warnings
+    try:
+        return first, scan(config, 0, 16).warnings
+    except UserError as error:
+        return first, [*first.notes, str(error).partition(": paint white")[0]]
 
 
 PHOTO = Image.fromarray(np.random.default_rng(1).integers(0, 256, (SIDE, SIDE, 3)).astype(np.uint8))

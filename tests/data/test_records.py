@@ -10,9 +10,20 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from PIL import Image
 
+from library.config.markers import is_nothing
 from library.config.schema import DatasetArguments
-from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, REFUSED_KEYS, DatasetConfig, load_dataset_config
+from library.data.config import (
+    INPAINT_KEYS,
+    REFERENCE_KEYS,
+    REFUSED_KEYS,
+    SUBSET_ONLY,
+    DatasetConfig,
+    DatasetSettings,
+    SubsetSettings,
+    load_dataset_config,
+)
 from library.data.gallery import described
 from library.data.lint import check
 from library.data.samples import Scan, scan
@@ -178,6 +189,43 @@ def test_keys_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
             load(write_toml(tmp_path, subset=f"image_dir = 'img'\n{key} = 0.5"))
     args = DatasetArguments(dataset_config="d", dataset_args=["color_aug=false", "network_multiplier=1.0"])
     assert load_dataset_config(write_toml(tmp_path), args).datasets == plain
+
+
+OF_BOTH = DatasetSettings.model_fields | SubsetSettings.model_fields
+IDLE_KEYS = [key for key, field in OF_BOTH.items() if is_nothing(field.get_default()) and key != "image_dir"]
+
+
+@pytest.mark.parametrize("key", sorted({*IDLE_KEYS} - {"resolution"}))
+def test_a_key_that_is_unset_by_default_is_unset_by_any_nothing(tmp_path: Path, key: str) -> None:
+    """In a TOML and in dataset_args; of bucket keys without buckets nothing is said then."""
+    add_image(tmp_path / "img", "a.png")
+    of_dataset = key in DatasetSettings.model_fields
+    plain = load(write_toml(tmp_path)).datasets[0]
+    for value in NOTHING:
+        dataset, subset = (f"{key} = {value}", "") if of_dataset else ("", f"\n{key} = {value}")
+        toml = write_toml(tmp_path, dataset, f"image_dir = 'img'{subset}")
+        (found,) = load(toml).datasets
+        assert not any("no effect" in line for line in scanned(toml).warnings), value
+        assert is_nothing(getattr(found.settings if of_dataset else found.subsets[0].settings, key))
+        assert found.bucket_rule == plain.bucket_rule
+        if key not in SUBSET_ONLY | {"preserve_class"} and value != "[]":
+            asked = PLAIN.model_copy(update={"dataset_args": [f"{key}={value.strip(chr(39))}"]})
+            (found,) = load_dataset_config(write_toml(tmp_path), asked).datasets
+            assert is_nothing(getattr(found.settings if of_dataset else found.subsets[0].settings, key))
+    with pytest.raises(UserError, match="batch_size = 0: "):
+        load(write_toml(tmp_path, "batch_size = 0"))
+
+
+def test_a_fill_mask_that_fills_nothing_is_refused_before_anything_is_encoded(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    (tmp_path / "masks").mkdir()
+    Image.new("L", (64, 64), 0).save(tmp_path / "masks/a.png")
+    for key in ("inpaint_mask_directory = 'masks'", "inpaint_alpha_mask = true"):
+        toml = write_toml(tmp_path, subset=f"image_dir = 'img'\n{key}")
+        with pytest.raises(UserError, match=r"nothing is filled, which training refuses \(a.png\): paint white"):
+            build(toml, conditioning="fill")
+        (finding,) = check(load_dataset_config(toml, PLAIN, "fill"), 16, silent).findings
+        assert finding.is_error
 
 
 def test_a_folder_of_its_own_is_held_out(tmp_path: Path) -> None:

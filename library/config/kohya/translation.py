@@ -118,4 +118,4 @@ def choices(known: Known, key: str) -> tuple[str, ...]:
 
 def is_off(value: Any, off: Sequence[Any] = ()) -> bool:
     """Return whether a value asks for nothing: false, zero, empty, or one of ``off``."""
-    return is_nothing(value) or str(value) in map(str, off)  # a command line gives text
+    return is_nothing(value, *off)  # a command line gives text

@@ -93,9 +93,9 @@ def usual_prompt(family: Family) -> SamplePrompt:
 
 
 _TABLES = read_toml(Path(__file__).with_name("prompt_keys.toml"))[0]
-_OPTIONS, _KEYS, _NOT_TAKEN = _TABLES["options"], _TABLES["keys"], _TABLES["not_taken"]
+_OPTIONS, _KEYS = _TABLES["options"], _TABLES["keys"]
+_NOT_TAKEN, _ASKS_NOTHING = _TABLES["not_taken"], _TABLES["asks_nothing"]
 _KINDS: Mapping[str, type] = {"a whole number": int, "a number": float, "text": str}
-_FRAMES = ("f", "frame_count")  # taken if it says one frame, which is an image
 
 
 def check_steering(prompts: Sequence[SamplePrompt], guidance_input: bool, usual_guidance: float) -> list[str]:
@@ -269,7 +269,7 @@ def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePro
 
 def _refuse_foreign(name: str, shown: str, value: object, where: str) -> bool:
     """Refuse an option that only other trainers know; return whether it is one, and asks for nothing."""
-    if name in _NOT_TAKEN and not is_nothing(value) and not (name in _FRAMES and value in (1, "1")):
+    if name in _NOT_TAKEN and not is_nothing(value, *_ASKS_NOTHING.get(name, ())):
         raise UserError(f"{where}: {shown} is not taken: {_NOT_TAKEN[name]}")
     return name in _NOT_TAKEN
 

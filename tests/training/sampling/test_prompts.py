@@ -370,3 +370,19 @@ def test_keys_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
     idle = {"sample_sampler": "", "controlnet_image": None, "flow_shift": 0, "am": [], "frame_count": 1}
     known: dict[str, object] = {"negative_prompt": "", "control_image_path": "", "mask_image_path": None, "seed": None}
     assert _read(tmp_path, json.dumps([{"prompt": "x"} | idle | known]), ".json") == [SamplePrompt("x", seed=5)]
+    defaults = {"sample_sampler": "euler", "renorm_cfg": 1.0, "cfg_trunc_ratio": 1, "am": [1.0, 1]}
+    assert _read(tmp_path, json.dumps([{"prompt": "x"} | defaults]), ".json") == [SamplePrompt("x", seed=5)]
+    for words in (
+        "--am 1",
+        "--am 1.0,1.00",
+        "--am 1, 1",
+        "--rcfg 1.0",
+        "--ctr 1",
+        "--ss euler",
+        "--ss Euler",
+        "--f 1.0",
+    ):
+        assert _read(tmp_path, f"x {words}") == [SamplePrompt("x", seed=5)], words
+    for words in ("--am 0.5", "--am 1.0,0.5", "--rcfg 2", "--ss euler_a", "--f 2", "--am 11", "--ctr 0.25"):
+        with pytest.raises(UserError, match="is not taken"):
+            _read(tmp_path, f"x {words}")
