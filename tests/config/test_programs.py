@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,7 @@ def test_the_tables_name_keys_that_are_there(program: str) -> None:
         "each",
         "option",
         "when",
+        "unless",
         "off",
         "why",
         "idle",
@@ -825,6 +827,41 @@ def test_lines_on_keys_of_onetrainer_are_true(here: Path) -> None:
         said = refusal(migrate_config, "--save_to", "my.toml", str(write(data, program, here)))
         assert "is not in this version, but lora" in said
         assert not (here / "my.toml").exists()
+
+
+def test_settings_of_an_optimizer_that_is_not_taken_do_not_reach_another(here: Path) -> None:
+    named = [
+        key for key in read_toml(FOLDER / "onetrainer.toml")[0]["training"] if re.fullmatch(r"optimizer\.\w+", key)
+    ]
+    settings = {key.removeprefix("optimizer."): 0.5 for key in named if key != "optimizer.weight_decay"}
+    data = one_trainer("QWEN", optimizer=settings | {"optimizer": "ADAMW_ADV"}, learning_rate_scheduler="COSINE")
+    notes = notes_of(data, "OneTrainer", here)
+    assert "AdamW trains" in notes["optimizer.optimizer"].text
+    assert {notes[f"optimizer.{key}"].outcome for key in settings} <= {"refused", "left out"}
+    ours = load_config(["--config_file", "my.toml"]).optimizer
+    assert (ours.optimizer_args, ours.lr_scheduler) == ([], "cosine")
+    notes = notes_of(simple_tuner("flux", optimizer="muon", optimizer_config="ns_steps=3"), "SimpleTuner", here)
+    assert notes["optimizer_config"].outcome == "refused"
+    data = one_trainer("QWEN", optimizer={"optimizer": "SCHEDULE_FREE_ADAMW"}, learning_rate_scheduler="COSINE")
+    assert notes_of(data, "OneTrainer", here)["learning_rate_scheduler"].outcome == "left out"  # as is_schedule_free
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "cfg"),
+    [
+        ("z_image", {"validation_guidance": 4.0}, 4.0),  # use_cfg_zero_star of the pipelines is true
+        ("z_image", {"validation_guidance": 1.0}, 1.0),
+        ("krea2", {"validation_guidance": 4.5}, 4.5),
+        ("krea2", {"validation_guidance": 0}, 1.0),
+        ("qwen_image", {"validation_guidance": 7.0}, 4.0),  # true_cfg_scale of its pipeline
+        ("qwen_image", {"validation_guidance_real": 3.0}, 3.0),
+        ("flux", {"validation_guidance": 3.0, "validation_guidance_real": 2.0}, 2.0),
+    ],
+)
+def test_simpletuners_samples_are_guided_as_there(here: Path, family: str, keys: dict[str, float], cfg: float) -> None:
+    notes_of(simple_tuner(family, **keys), "SimpleTuner", here)
+    lines = load_config(["--config_file", "my.toml"]).sampling.sample_prompts
+    assert [prompt.cfg for prompt in read_prompts(lines, 0, 16)] == [cfg]
 
 
 def test_what_is_nobodys_configuration_is_not_given_a_name() -> None:

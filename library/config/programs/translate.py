@@ -16,7 +16,8 @@ row has
     per      a key that says how many steps there are one here
     area     a number of megapixels becomes the side of their square, in multiples of this
     option   what is written after the sample prompts, "--w {}"
-    when     another key, and its values with which this one has an effect
+    when     another key, and its values with which this one has an effect; not taken if that key is not
+    unless   another key, and its values with which this one has no effect
     off      values that ask for nothing, or for what always happens here; without it 0 and false ask for nothing
     idle     why it has no effect there
     why      why it is not taken, or what to do instead
@@ -213,6 +214,7 @@ def _translate_keys(
     prompts: dict[str, str] = {}
     options: dict[str, list[list[str]]] = defaultdict(list)  # of a prompt's number; "": of all; each what it may be
     sources: dict[str, str] = {}
+    untaken: list[str] = []
     by, order = tables.get("by", {}), list(rows)  # of two keys with one meaning the later row counts
     both = {key: row["default"] for key, row in rows.items() if "default" in row} | outer | given
     both |= {key: both[row["like"]] for key, row in rows.items() if row.get("like") in both and key not in given}
@@ -221,8 +223,13 @@ def _translate_keys(
         named = (f"{general}@{_word(both.get(by.get(key)))}", general, f"{general.partition('.')[0]}.*")
         row: Mapping[str, Any] = next((rows[one] for one in named if one in rows), {})
         outcome, text, meant = _meaning(row, both[key], both)
-        if part == "training" and (why := _misfit(meant)):
+        lost = [other for other in (by.get(key), *row.get("when", ())) if other in untaken]
+        if lost and both[key] not in (None, False):
+            outcome, text, meant = "refused", f"not taken: {lost[0]}, which says what it means, is not", {}
+        elif part == "training" and (why := _misfit(meant)):
             outcome, text, meant = "refused", f"not taken: {why}", {}
+        if outcome == "refused" and "values" in row:
+            untaken.append(key)
         chosen = [one for one in by if by[one] == key and f"{one}@{_word(both[key])}" in rows]
         if outcome == "refused" and chosen and "values" not in row:
             outcome, text = "accepted", f"says how {chosen[0]} is meant"
@@ -280,9 +287,11 @@ def _meaning(row: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> tu
     values: Any = row.get("values")
     word, to = _word(value), row.get("to", "")
     but = next((text for pattern, text in row.get("but", {}).items() if fnmatchcase(word, pattern)), "")
-    for key, wanted in row.get("when", {}).items():
-        if _word(given.get(key)) not in map(_word, wanted):
-            return "left out", f"has no effect there without {key} = {' or '.join(map(_word, wanted))}", {}
+    for condition, has in (("when", True), ("unless", False)):
+        for key, wanted in row.get(condition, {}).items():
+            if (_word(given.get(key)) in map(_word, wanted)) != has:
+                which = f"with{'out' if has else ''} {key} = {' or '.join(map(_word, wanted))}"
+                return "left out", f"has no effect there {which}", {}
     if "idle" in row:
         return "left out", f"has no effect there: {row['idle']}", {}
     if word in map(_word, row.get("off", ())):
