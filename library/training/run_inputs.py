@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -162,8 +163,8 @@ def changes_since(saved: Mapping[str, Any] | None, now: RunInputs, config: BaseM
         if saved["contents"].get(key, content) != content and key.removeprefix(_PART) not in lines:
             lines.setdefault(key, f"{key}: its files hold something else")
     before, after = ({key.rpartition(": ")[0] for key in each} for each in (saved["settings"], now.settings))
-    either = sorted((before ^ after) - {""})
-    tables = [name for name in either if name.partition(",")[0] in (name, *(before & after))]  # no subset of another
+    both = before & after  # of a table that came or went its own tables are not named
+    tables = sorted(name for name in before ^ after if name and name.partition(",")[0] in (name, *both))
     lines |= {name: f"{name} {'added' if name in after else 'removed'}" for name in tables}
     if samples := sample_changes(saved["samples"], now.samples, now.names):
         lines["samples"] = f"dataset: {', '.join(samples)}"
@@ -228,7 +229,12 @@ def sample_changes(before: Mapping[str, str], now: Mapping[str, str], names: Map
         for aspect, old, new in zip(ASPECTS, before[key].split(), now[key].split(), strict=True):
             found[aspect, "changed"] += [key] if old != new else []
     unit = "image" if any(names.values()) else "conversation"
-    found[unit, "added"], found[unit, "removed"] = [key for key in now if key not in before], [*before.keys() - now]
+    gone = Counter(before[key] for key in before if key not in now)
+    for key in (key for key in now if key not in before):
+        is_moved = unit == "image" and gone[now[key]] > 0  # noise follows from paths, so that it is another sample
+        gone[now[key]] -= is_moved
+        found.setdefault((unit, "by another path" if is_moved else "added"), []).append(key)
+    found[unit, "removed"] = [*gone.elements()]
     lines = []
     for (noun, verb), keys in found.items():
         named = names_in_short([names[key] for key in keys if names.get(key)], _NAMED)

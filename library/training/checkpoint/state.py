@@ -147,9 +147,8 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
     differing = sorted(key for key, value in settings.items() if saved_settings.get(key, value) != value)
     if TOKENIZER in differing:
         raise UserError(
-            f"resume: {folder} was trained with another tokenizer than that of data_dir, in which tokens have other "
-            "numbers; set a corpus of its own tokenizer (tools/prepare_text.py --tokenizer, with the folder of the "
-            "model that the run saved), or start a new run"
+            f"resume: {folder} was trained with another tokenizer than that of data_dir; prepare the corpus with its "
+            "own (tools/prepare_text.py --tokenizer, with the folder of the model that the run saved)"
         )
     pairs = {key: (json.dumps(saved_settings[key]), json.dumps(settings[key])) for key in differing}
     if changed := [f"{key} = {before}, now it is {after}" for key, (before, after) in pairs.items()]:

@@ -70,9 +70,7 @@ class MetricsStream:
             remaining = [line for line in lines if steps.get(line, math.inf) <= resume_step]
             with atomic_path(path) as file:
                 file.write_bytes(b"".join(line + b"\n" for line in remaining))
-            self._written_before = {
-                frozenset(line) for line in map(json.loads, remaining) if line["step"] == resume_step
-            }
+            self._written_before = {frozenset(json.loads(line)) for line in remaining if steps[line] == resume_step}
         self._resume_step = resume_step
 
     def write(self, values: dict[str, float]) -> None:

@@ -7,6 +7,7 @@ import math
 import random
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -109,6 +110,7 @@ def test_any_change_of_samples_is_counted() -> None:
         for name in [name for name in rows if draw.random() < 0.2]:
             del now[name]
         now |= {f"new{i}.png": [0] * len(ASPECTS) for i in range(draw.randrange(1, 4))}
+        now |= {f"moved{name}": row for name, row in rows.items() if draw.random() < 0.2}
         now = dict(draw.sample([*now.items()], len(now))) if draw.random() < 0.5 else now
         before, after = RunInputs({}), RunInputs({})
         for inputs, samples in ((before, rows), (after, now)):
@@ -122,7 +124,9 @@ def test_any_change_of_samples_is_counted() -> None:
         kept = [[name for name in one if name in other] for one, other in ((rows, now), (now, rows))]
         moved = sum(one != other for one, other in zip(*kept, strict=True))
         assert re.findall(r"(\d+) images? in another order", found) == ([str(moved)] if moved else [])
-        for word, count in (("added", len(now.keys() - rows.keys())), ("removed", len(rows.keys() - now.keys()))):
+        gone, new = ([one[name] for name in one if name not in other] for one, other in ((rows, now), (now, rows)))
+        same = (Counter(map(tuple, gone)) & Counter(map(tuple, new))).total()
+        for word, count in (("by another path", same), ("added", len(new) - same), ("removed", len(gone) - same)):
             assert re.findall(rf"(\d+) images? {word}", found) == ([str(count)] if count else [])
 
 
