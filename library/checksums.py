@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from library.errors import UserError
-from library.files import atomic_path, broken_link, open_own, read_own
+from library.files import atomic_path, broken_link, make_way, open_own, read_own
 
 _FINGERPRINT_SLICES = 256  # evenly spaced slices hashed from a weight file ...
 _FINGERPRINT_SLICE_BYTES = 16384  # ... of this many bytes each: 4 MiB read from a file of any size
@@ -30,6 +30,7 @@ def _checked_head(body: bytes) -> bytes:
 def write_checked_json(path: str | Path, content: Any) -> None:
     """Write ``content`` as JSON behind a checksum of itself, for :func:`read_checked_json`."""
     body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass") + b"}\n"
+    make_way(path)
     with atomic_path(path) as temporary:
         temporary.write_bytes(_checked_head(body) + body)
 

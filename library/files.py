@@ -275,6 +275,16 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_way(path: str | Path) -> None:
+    """Remove an empty folder, a pipe or a link that leads nowhere from the place of a file that Tandem makes again."""
+    path = Path(path)
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        elif not path.is_file():
+            path.unlink(missing_ok=True)
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write ``text`` (UTF-8) to ``path`` in one step; bytes of file names that are not UTF-8 are spelt."""
     with atomic_path(path) as temporary:

@@ -52,6 +52,7 @@ _LOST = (
     "Broken pipe",
     "remote process exited",
     "Connection was likely closed",
+    "it had failed",  # as that process has said itself
 )
 
 _VOTED_ON = "is_voted_on"  # attribute of an error that other processes know of
@@ -161,7 +162,10 @@ class _Notes:
         settled: how many of them have everybody's answer.
         runs: how many runs were watched.
         is_watched: whether one is now.
+        heard: the exit code of another process that has left this one; the store may be gone with it.
     """
+
+    heard: int | None = None
 
     def __init__(self, group: Any, store: Store, rank: int, processes: int) -> None:
         self.group, self.rank = group, rank
@@ -177,7 +181,9 @@ class _Notes:
         limit = patience if patience is not None else float("inf") if self.is_watched else _UNWATCHED
         pause, until = 0.001, time.monotonic() + limit
         # A waiting call of the store would be cheaper. Its time limit is reported as a warning, with a stack.
-        while not self.store.check(keys):
+        while self.heard is not None or not self.store.check(keys):
+            if self.heard is not None:
+                raise RuntimeError(_LOST[-1])
             if time.monotonic() > until:
                 if patience is None:
                     raise RuntimeError(f"some of {self._processes} processes are still missing after {limit:.0f} s")
@@ -202,9 +208,9 @@ class _Notes:
         """Tell the others that this process has failed: before ``vote``, which they may come to, or in any case."""
         self.store.set(f"tandem/alarm/{self.runs}", json.dumps([self.rank, exit_code, vote]))
 
-    def leave(self) -> None:
+    def leave(self, patience: float = GRACE) -> None:
         """Let the main process leave last: without a launcher's store it has that of all."""
-        key, until = f"tandem/left/{self.runs}", time.monotonic() + GRACE
+        key, until = f"tandem/left/{self.runs}", time.monotonic() + patience
         left = self.store.add(key, 1)
         while self.rank == 0 and left < self._processes and time.monotonic() < until:
             time.sleep(0.01)
@@ -213,11 +219,15 @@ class _Notes:
     def alarm(self) -> int | None:
         """Return the exit code of another process that has failed, None if there is none; the watching thread asks."""
         key = f"tandem/alarm/{self.runs}"
+        if self.heard is not None:
+            return self.heard
         if not self._second_connection.check([key]):
             return None
         rank, exit_code, vote = json.loads(self._second_connection.get(key))
-        is_settled = vote is not None and self.settled > vote
-        return None if rank == self.rank or is_settled else exit_code
+        if rank == self.rank or (vote is not None and self.settled > vote):
+            return None
+        self.heard = exit_code if vote is None else None
+        return int(exit_code)
 
 
 _current: _Notes | None = None
@@ -346,7 +356,7 @@ def watched() -> Iterator[None]:
     if notes is None:
         yield
         return
-    notes.runs += 1
+    notes.runs, notes.heard = notes.runs + 1, None
     stopped = threading.Event()
     thread = threading.Thread(target=_watch, args=(notes, stopped), daemon=True)
     thread.start()
@@ -357,6 +367,8 @@ def watched() -> Iterator[None]:
         if not isinstance(error, FailedElsewhere) and not _is_lost_connection(error):
             with suppress(RuntimeError):  # the process that has the store is gone
                 notes.ring(_exit_code(error))
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                    notes.leave(2 * _POLL)  # when all have heard it, none asks the store any more
         raise
     else:
         notes.leave()

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from library.checksums import shards_of
 from library.errors import UserError, reason_of
-from library.files import atomic_path, broken_link, keys_once, open_own, read_json, read_toml, reading
+from library.files import atomic_path, broken_link, keys_once, make_way, open_own, read_json, read_toml, reading
 from library.gguf_header import MAGIC, read_gguf_header
 
 MAX_HEADER_BYTES = 100_000_000
@@ -320,6 +320,8 @@ def stream_safetensors(
     text += b" " * (-len(text) % 8)
     text = struct.pack("<Q", len(text)) + text
     checksum = zlib.crc32(text, _of_name(path))
+    if checked:
+        make_way(path)
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
         file.write(text)
         for name in names:

@@ -29,7 +29,7 @@ import hashlib
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -389,7 +389,7 @@ def encode_latents(
                 if not torch.isfinite(latent).all():
                     raise UserError(f"{job.source}: its latents are not finite; encode images in bf16 or fp32")
                 tensors, source = {job.tensor_name: latent, **more}, {"image": Path(job.source).name}
-                _write(job.path, tensors, source)
+                write_safetensors(job.path, tensors, source, checked=True)
             advance(len(batch))
 
 
@@ -406,16 +406,6 @@ def _batches_by_size(jobs: Sequence[EncodeJob], batch_size: int) -> Iterator[lis
 def _load_batch(batch: list[EncodeJob], latent_factor: int) -> tuple[list[EncodeJob], Tensor, list[dict[str, Tensor]]]:
     loaded = [job.load(latent_factor) for job in batch]
     return batch, torch.stack([pixels for pixels, _ in loaded]), [more for _, more in loaded]
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a cache file, also where a folder that is empty, a pipe or a link has come in its place."""
-    with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            path.rmdir()
-        elif not path.is_file():
-            path.unlink(missing_ok=True)
-    write_safetensors(path, tensors, metadata, checked=True)
 
 
 def read_cached(path: Path, crop: tuple[int, int, int, int] | None = None) -> dict[str, Tensor]:
@@ -488,7 +478,7 @@ def encode_texts(
             for name, tensor in tensors.items():
                 if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                     raise UserError(f"caption {job.caption!r}: {name} is not finite; encode text in bf16 or fp32")
-            _write(job.path(folder, encoder.fingerprint), tensors)
+            write_safetensors(job.path(folder, encoder.fingerprint), tensors, checked=True)
         advance(len(batch))
 
 

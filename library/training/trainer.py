@@ -85,11 +85,15 @@ class Trainer:
 
     def _what_is_lost(self) -> str:
         since, reason = self.run.state_saved_at or self.run.first_step, ""
-        if not has_whole_model(self.engine.accelerator):
+        accelerator = self.engine.accelerator
+        if not has_whole_model(accelerator):
             reason = " (the weights are split among processes)"
         elif not self.engine.is_whole:
             reason = " (a change of the weights failed half-way)"
         remedy = "go on from there with --resume auto" if since else "start again"
+        if accelerator.num_processes > 1 and has_whole_model(accelerator):  # another may have saved it, or may yet
+            who, remedy = f"process {accelerator.process_index}", "go on with --resume auto"
+            return f"warning: {who} could not save what was learnt after step {since}{reason}; {remedy}"
         return f"warning: what was learnt after step {since} could not be saved{reason}; {remedy}"
 
     def train(self) -> None:

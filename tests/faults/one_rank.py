@@ -2,9 +2,9 @@
 
 ``FAULT`` is JSON: ``rank`` of the process that fails; ``inside`` and ``at``, two functions as ``module:name.name``;
 ``call``: the so-manieth call of ``at`` within ``inside`` (null: anywhere) fails; ``error``: ``bug``, ``memory``,
-``disk``, or ``stuck``: as ``disk``, but the process ends only when there is a file ``end``. With ``late`` it does not
-fail, and is five seconds late. With ``disk_full`` nothing that it saves can be written. The file ``failed`` in the
-working folder tells when it failed.
+``disk``, ``interrupt``, or ``stuck``: as ``disk``, but the process ends only when there is a file ``end``. With
+``late`` it does not fail, and is five seconds late. With ``disk_full`` nothing that it saves can be written. The file
+``failed`` in the working folder tells when it failed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "bug": lambda: ValueError("the part breaks here"),
     "memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
     "disk": lambda: WriteError("/full", "No space left on device"),
+    "interrupt": KeyboardInterrupt,
 }
 ERRORS["stuck"] = ERRORS["disk"]
 

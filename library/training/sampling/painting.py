@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from library.data.config import DatasetConfig
 from library.data.dataset import Painted
 from library.data.samples import cache_folder
 from library.errors import UserError, counted, names_in_short
-from library.files import read_toml, write_text
+from library.files import make_way, read_toml, write_text
 from library.models.family import Family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
@@ -172,6 +173,7 @@ def paint(
             with counting(console) as progress:
                 advance = progress("painting general prompts", len(todo))
                 for (path, _), (prompt, image) in zip(todo, images, strict=True):
+                    make_way(path)
                     save_image(image, path, {"prompt": prompt.line()})
                     write_checked_json(_record(path), _described(path, prompt))
                     advance(1)
@@ -199,9 +201,12 @@ def _restore_captions(sets: Mapping[str, PaintedSet], console: Console) -> None:
     """Write each picture's prompt beside it, before the picture: none is without its caption; say what was changed."""
     changed = [path for path, _ in missing_of(sets) if path.exists()]
     for path, prompt in (picture for each in sets.values() for picture in each.pictures):
-        caption, text = path.with_suffix(".txt"), prompt.prompt + "\n"
-        if not (exists := caption.exists()) or checksum(caption) != f"{zlib.crc32(text.encode()):08x}":
-            changed += [caption] * exists
+        caption, text, found = path.with_suffix(".txt"), prompt.prompt + "\n", ""
+        with suppress(OSError):
+            found = checksum(caption)
+        if found != f"{zlib.crc32(text.encode()):08x}":
+            changed += [caption] * caption.exists()
+            make_way(caption)
             write_text(caption, text)
     if changed:
         names = names_in_short([path.name for path in changed])

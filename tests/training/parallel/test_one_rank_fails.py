@@ -140,6 +140,33 @@ def test_a_process_that_fails_on_a_full_disk_ends_all_at_once(base: Path, cached
     assert ended[1].stderr.count(SAYS["bug"]) == 1
 
 
+AVERAGE = "library.training.optim.after_update:WeightAverage.update"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(0, None, "library.training.sampling.images:save_image", 1, "interrupt"),
+        Fault(0, None, AVERAGE, 2, "bug"),
+        Fault(1, None, AVERAGE, 2, "bug"),
+    ],
+    ids=["interrupt", "average of the main process", "average of the other"],
+)
+def test_the_others_of_a_process_that_ends_outside_a_vote_say_so_in_one_line(
+    fault: Fault, base: Path, cached: Path, tmp_path: Path
+) -> None:
+    """No stack of the lost store; and no process says that all is lost, as another may have saved it."""
+    flags = arguments(base, cached / "dataset.toml", tmp_path / "out", **settings(cached), ema_decay=0.9)
+    seconds, ended = run_two(fault, flags, tmp_path)
+    failed, other = ended[fault.rank], ended[1 - fault.rank]
+    assert seconds < LIMIT
+    assert (failed.returncode, other.returncode) == (130 if fault.error == "interrupt" else 1, 1)
+    (line,) = other.stderr.splitlines()
+    assert line.startswith(f"process {1 - fault.rank}: lost another process, whose error is the one to read (")
+    assert "start again" not in failed.stdout + other.stdout
+    assert failed.stdout.count("go on with --resume auto") == 1
+
+
 @pytest.mark.slow
 def test_a_fault_while_painting_ends_all(base: Path, cached: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a house\na tree\na cat\na boat\n")
