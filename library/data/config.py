@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from library.config.kohya.flags import FLAGS
-from library.config.markers import MOST, MOST_SIDE, Batch, EffectOnly, Fraction, Seed, is_nothing, split_pairs
+from library.config.markers import MOST, MOST_SIDE, Batch, EffectOnly, Fraction, OnlyWith, Seed, is_nothing, split_pairs
 from library.config.model_types import Blank, ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.masks import MASK_KINDS, MaskKind
@@ -80,6 +80,12 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+_TAGS: dict[str, Any] = {"shuffle_caption": True, "caption_tag_dropout_rate": True}
+_JOINED = _TAGS | dict.fromkeys(("keep_tokens_separator", "secondary_separator", "trigger_word", "metadata_file"), True)
+_RANDOM_TAGS, _SPLIT = OnlyWith(any_of=True, **_TAGS), OnlyWith(any_of=True, **_JOINED)
+_BUCKETED, _BOUNDED = OnlyWith(enable_bucket=True), OnlyWith(enable_bucket=True, bucket_no_upscale=False)
+
+
 class SubsetSettings(_Table):
     """Keys of ``[[datasets.subsets]]``; those not in :data:`SUBSET_ONLY` may also stand further up."""
 
@@ -101,12 +107,12 @@ class SubsetSettings(_Table):
     random_crop: bool = False
     resize_interpolation: Interpolation | None = None
     caption_extension: str = ".caption"
-    caption_separator: Annotated[str, Field(min_length=1)] = ","
+    caption_separator: Annotated[str, Field(min_length=1), _SPLIT] = ","
     secondary_separator: str | None = None
     enable_wildcard: bool = False
     multiline_captions: bool = False
     shuffle_caption: bool = False
-    keep_tokens: Annotated[int, Field(ge=0, le=MOST)] = 0
+    keep_tokens: Annotated[int, Field(ge=0, le=MOST), _RANDOM_TAGS] = 0
     keep_tokens_separator: str | None = None
     caption_prefix: str | None = None
     caption_suffix: str | None = None
@@ -116,7 +122,7 @@ class SubsetSettings(_Table):
     trigger_word: Word | None = None
     preserve_class: Word | None = None
     validation_split: Annotated[float, Field(ge=0, le=1)] = 0.0
-    validation_seed: Seed | None = None
+    validation_seed: Annotated[Seed | None, OnlyWith(validation_split=True)] = None
 
 
 class DatasetSettings(_Table):
@@ -126,13 +132,20 @@ class DatasetSettings(_Table):
     resolutions: Annotated[tuple[Sides, ...], _AsTuple, Field(min_length=1)] | None = None
     batch_size: Batch = 1
     enable_bucket: bool = False
-    bucket_no_upscale: bool = False
-    bucket_reso_steps: Side | None = None  # kohya's: 64
-    min_bucket_reso: Side | None = None
-    max_bucket_reso: Side | None = None
+    bucket_no_upscale: Annotated[bool, _BUCKETED] = False
+    bucket_reso_steps: Annotated[Side | None, _BUCKETED] = None  # kohya's: 64
+    min_bucket_reso: Annotated[Side | None, _BOUNDED] = None
+    max_bucket_reso: Annotated[Side | None, _BOUNDED] = None
     control_resolution: Sides | None = None
     no_resize_control: bool = False
     cache_directory: str | None = None
+
+
+def idle_keys(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of a dataset's or subset's table without effect beside its others, and the reason of each."""
+    fields = SubsetSettings.model_fields | DatasetSettings.model_fields
+    marks = ((key, mark) for key in values if key in fields for mark in fields[key].metadata)
+    return {key: mark.reason(values) for key, mark in marks if isinstance(mark, OnlyWith) and mark.unmet(values)}
 
 
 SUBSET_ONLY = frozenset(

@@ -28,7 +28,7 @@ from PIL import Image
 
 from library.config.model_types import ConditionKind
 from library.data.buckets import Bucketing, ControlSizing, Fit, Images, Size, describe_sizes, same_shape, size_text
-from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
+from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings, idle_keys
 from library.data.file_index import FileIndex, SourceFile, checked_bytes, files_inside, list_folder
 from library.data.images import decode, fit_image
 from library.data.mask_files import REFUSED, look_at_masks
@@ -327,25 +327,19 @@ def _check_split(config: DatasetConfig, result: Scan) -> None:
         )
 
 
-# key of a subset -> keys of which one must be set for it to have an effect
-_NEEDED = {"keep_tokens": ("shuffle_caption", "caption_tag_dropout_rate"), "validation_seed": ("validation_split",)}
-
-
 def idle_parts(config: DatasetConfig) -> list[str]:
     """Return lines on subsets and files that are left out, and on keys without effect, as kohya's configs have them."""
     lines = [*config.overridden, *_beside_numbered(config)]
     for dataset in config.datasets:
-        settings, limits = dataset.settings, {"min_bucket_reso", "max_bucket_reso"}
-        beside, inert = "with bucket_no_upscale", limits if settings.bucket_no_upscale else set[str]()
-        if not settings.enable_bucket:
-            beside, inert = "without enable_bucket", {"bucket_no_upscale", "bucket_reso_steps", *limits}
-        if given := sorted(key for key in inert & settings.model_fields_set if getattr(settings, key)):
-            lines.append(f"{dataset.where}: no effect {beside}: {', '.join(given)}")
-        for key, needed in _NEEDED.items():
-            asked = [(one, getattr(one.settings, key)) for one in dataset.subsets]
-            used = {None, 0, *(value for one, value in asked if any(getattr(one.settings, other) for other in needed))}
-            idle = [one.where for one, value in asked if value not in used]  # which no subset inherits to use it
-            lines += [f"{where}: no effect without {' or '.join(needed)}: {key}" for where in idle]
+        tables: list[Dataset | Subset] = [dataset, *dataset.subsets]
+        of_tables = [(table, idle_keys(table.settings.model_dump())) for table in tables]
+        for table, idle in of_tables:
+            reasons, fields = defaultdict[str, list[str]](list), type(table.settings).model_fields
+            for key, why in idle.items():
+                value = getattr(table.settings, key)
+                users = [o for o, unused in of_tables if key not in unused and getattr(o.settings, key, None) == value]
+                reasons[why] += [key] if value != fields[key].default and not users else []  # else who uses it has it
+            lines += [f"{table.where}: no effect {why}: {', '.join(keys)}" for why, keys in reasons.items() if keys]
         lines += [f"{one.where}: num_repeats = 0, left out" for one in dataset.subsets if not one.settings.num_repeats]
     return list(dict.fromkeys(lines))
 

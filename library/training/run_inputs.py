@@ -34,7 +34,7 @@ from library.config.markers import AtStart, EffectOnly, OnlyWith, is_nothing, li
 from library.config.model_types import PATHS
 from library.config.optimizer_types import OPTIMIZERS, PIP_NAMES
 from library.data.captions import drawn_from
-from library.data.config import DatasetConfig
+from library.data.config import DatasetConfig, idle_keys
 from library.data.samples import Sample
 from library.errors import UserError, counted, names_in_short
 from library.processes import agreed, from_all_processes
@@ -172,6 +172,7 @@ def changes_since(saved: Mapping[str, Any] | None, now: RunInputs, config: BaseM
     inert = {key for key, marker in starts.items() if not any(values.get(other) for other in marker.unless)}
     for key in changed:
         same = _hold_the_same(key, saved["contents"], now.contents)
+        same |= key == "dataset_config" and not any(each == "samples" or each.startswith("dataset ") for each in lines)
         if same or _is_without_effect(key, fields, values, now, changed):
             inert.add(key)
             if key in fields and key not in given and key not in starts:  # a default took its place, and is not used
@@ -183,9 +184,12 @@ def _is_without_effect(
     key: str, fields: Mapping[str, FieldInfo], values: Mapping[str, Any], now: RunInputs, changed: Iterable[str]
 ) -> bool:
     """Return whether, as an option's marks say, a run follows from no value of it."""
-    name = key.rpartition(": ")[2]  # of a dataset's key the option that is its default
+    where, _, name = key.rpartition(": ")  # of a dataset's key the option that is its default
     tables = [each for each in now.settings if each.startswith("dataset ")]
     acting = _acting(values, {each: now.settings[each] for each in tables})
+    own = {each.rpartition(": ")[2]: now.settings[each] for each in tables if each.rpartition(": ")[0] == where}
+    if name in idle_keys({each: json.loads(_shown(text)) for each, text in own.items()}):
+        return True
     for mark in fields[name].metadata if name in fields else ():
         if isinstance(mark, OnlyWith) and mark.unmet(values):
             return True

@@ -77,7 +77,7 @@ def test_a_mask_that_counts_otherwise_than_black_and_white_says_so(
     with TemporaryDirectory() as folder:
         path = Path(folder, "a.png")
         Image.fromarray(levels).save(path)
-        remark = look_at_mask(str(path), LOSS)[1]
+        remark = look_at_mask(str(path), "conditioning_data_dir")[1]
     faint = "" if beside_white else "its brightest value is "
     assert bool(remark) == (np.ptp(colour) > 32 or (not beside_white and luminance(colour) < 223))
     assert ("coloured" in remark) == (np.ptp(colour) > 32 and (beside_white or luminance(colour) > 8))

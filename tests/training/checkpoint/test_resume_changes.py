@@ -26,6 +26,7 @@ from library.config.load import load_for
 from library.config.markers import EffectOnly, resume_keys
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.data.config import load_dataset_config
+from library.data.samples import idle_parts
 from library.errors import UserError
 from library.files import discard
 from library.training.checkpoint.state import Position, read_inputs, read_position, save_training_state
@@ -431,6 +432,47 @@ def test_of_settings_without_effect_nothing_else_is_said(
         inputs.append(RunInputs(settings_of(config) | dataset_settings(load_dataset_config(data, config.dataset))))
     lines = [line for line in changes_since(asdict(inputs[0]), inputs[1], config) if "subset 1: trigger" not in line]
     assert {re.split(r" \S+ -> ", line)[0]: line.rpartition(": ")[2] for line in lines} == wanted, lines
+
+
+SHUFFLED = "shuffle_caption = true"
+BUCKETS = "enable_bucket = true"
+
+
+@pytest.mark.parametrize(
+    ("beside", "key", "acts"),
+    [
+        *(("", key, False) for key in ("keep_tokens = 1", "validation_seed = 5", "caption_separator = ';'")),
+        *((SHUFFLED, key, True) for key in ("keep_tokens = 1", "caption_separator = ';'")),
+        ("validation_split = 0.5", "validation_seed = 5", True),
+        ("trigger_word = 'zorbo'", "caption_separator = ';'", True),
+        *(("", key, False) for key in ("bucket_no_upscale = true", "bucket_reso_steps = 64", "min_bucket_reso = 64")),
+        *(
+            (BUCKETS, key, True)
+            for key in ("bucket_no_upscale = true", "bucket_reso_steps = 64", "max_bucket_reso = 64")
+        ),
+        (f"{BUCKETS}\nbucket_no_upscale = true", "max_bucket_reso = 64", False),
+        ("", "secondary_separator = ';'", True),
+    ],
+)
+def test_a_start_and_a_resume_agree_on_which_keys_of_a_dataset_have_no_effect(
+    beside: str, key: str, acts: bool, tmp_path: Path
+) -> None:
+    """Whether the key is added or taken away; another file of the same content changes nothing."""
+    found = []
+    for name, lines in (("a", beside), ("b", f"{beside}\n{key}"), ("c", f"{beside}\n{key}")):
+        data = write_dataset(tmp_path / name)
+        data.write_text(data.read_text().replace("[general]\n", f"[general]\n{lines}\n"))
+        config = load_for(LORA, [*MODEL, "--dataset_config", str(data)])
+        dataset = load_dataset_config(data, config.dataset)
+        inputs = RunInputs(settings_of(config) | dataset_settings(dataset))
+        found.append((inputs, config, [one for one in idle_parts(dataset) if key.partition(" ")[0] in one]))
+    (first, bare, _), (second, config, idle), (third, copy, _) = found
+    assert bool(idle) != acts
+    for old, new, of_new in ((first, second, config), (second, first, bare)):
+        said = [line for line in changes_since(asdict(old), new, of_new) if f": {key.partition(' ')[0]} " in line]
+        assert said
+        assert {line.rpartition(": ")[2] for line in said} == {YES if acts else NO}
+    assert [line.rpartition(": ")[2] for line in changes_since(asdict(second), third, copy)] == [NO]
 
 
 ACTING = {"caption_tag_dropout_rate": "0.1"}  # others: true
