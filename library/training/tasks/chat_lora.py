@@ -104,12 +104,11 @@ class ChatLora(LoraTask):
         self._say_defaults()
         self._check_saved(weights)
         tokenizer = Path(config.model.tokenizer or folder).expanduser()
-        self.template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer)
-        written = self.template.name, self.template.source, self.template.names
+        template = self.template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer)
         self.base_parts = {
             "config": content_hash(repr(self.sizes).encode()),
-            "chat template": content_hash(repr(written).encode()),
-            "tokenizer": self.template.tokenizer.fingerprint(),
+            "chat template": content_hash(repr((template.name, template.source, template.names)).encode()),
+            "tokenizer": template.tokenizer.fingerprint(),
         }
         if config.sampling.sample_prompts:
             self.sampler = self._build_sampler(config.sampling)
