@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,13 +108,26 @@ def test_the_dtype_is_that_of_the_model_where_the_device_has_it(flags: list[str]
     assert [with_precision(config, on).training.mixed_precision for on in (False, True)] == [on_gpu, on_cpu]
 
 
-def test_ready_configurations_say_nothing_else_than_the_table(subtests: pytest.Subtests) -> None:
-    for path in sorted((ROOT / "configs").glob("*_lora*.toml")):
-        keys = {key: value for table in tomllib.loads(path.read_text()).values() for key, value in table.items()}
-        values = family_defaults(keys["model_type"])
-        with subtests.test(path.name):
-            if keys.get("optimizer_type") != "Prodigy":
-                assert not keys.keys() & {"network_dim", "network_alpha", *values.keys()} - IN_THEM_TOO
+READY = [path for path in sorted((ROOT / "configs").rglob("*.toml")) if "\nmodel_type" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_a_ready_configuration_has_the_tables_values_or_the_reason_beside_its_own(path: Path) -> None:
+    text = path.read_text()
+    keys = {key: value for table in tomllib.loads(text).values() for key, value in table.items()}
+    values = family_defaults(keys["model_type"])
+    own = [key for key in keys.keys() & values.keys() if keys[key] != values[key]]
+    assert [key for key in own if not re.search(rf"^{key} = [^#\n]*#", text, re.MULTILINE)] == []
+    if path.stem.startswith("demo"):
+        return
+    of_family = {key for key, value in keys.items() if value == values.get(key)} | {"network_alpha"} & keys.keys()
+    assert of_family - {"optimizer_type"} <= IN_THEM_TOO, "what the table says need not be said"
+    script = LANGUAGE_LORA if keys["model_type"] in LANGUAGE_MODELS else LORA
+    loaded = {key: value for key, value, _ in options(load_for(script, ["--config_file", str(path)]))}
+    inert = {"max_train_steps", "save_every_n_steps"} if loaded["max_train_epochs"] else set()
+    assert {key: loaded[key] for key in IN_THEM_TOO - {*own} - inert} == {
+        key: values[key] for key in IN_THEM_TOO - {*own} - inert
+    }
 
 
 # of flux_train_network.py's and flux_2_train_network.py's argument parsers (sd-scripts 48d368f, musubi-tuner 30c658c)
