@@ -117,7 +117,7 @@ def test_a_ready_configuration_has_the_tables_values_or_the_reason_beside_its_ow
     keys = {key: value for table in tomllib.loads(text).values() for key, value in table.items()}
     values = family_defaults(keys["model_type"])
     own = [key for key in keys.keys() & values.keys() if keys[key] != values[key]]
-    assert [key for key in own if not re.search(rf"^{key} = [^#\n]*#", text, re.MULTILINE)] == []
+    assert [key for key in own if not re.search(rf"^#.*\n{key} = |^{key} = [^#\n]*#", text, re.MULTILINE)] == []
     if path.stem.startswith("demo"):
         return
     of_family = {key for key, value in keys.items() if value == values.get(key)} | {"network_alpha"} & keys.keys()
