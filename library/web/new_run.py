@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from library.config.edit import NAME, edited, lacks, option, read, shown
+from library.config.family_defaults import FAMILY, settled, tables
 from library.config.kohya.command import paths_read
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
@@ -94,8 +95,19 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
         "errors": errors,
         "notes": notes,
         "values": {key: shown(values[key]) if key in values else "" for key in known},
+        "defaults": _of_family(values, script),
         "unmet": {key: f"goes with {others}" for key in known if (others := lacks(key, values, script))},
     }
+
+
+def _of_family(values: Values, script: Script[Any]) -> dict[str, str]:
+    """Return what the options that are the family's to say are for the chosen model, where they are unset."""
+    model_type, found = str(values.get("model_type")), dict[str, Any]()
+    for section in sections(script).values():
+        given: Values = {key: str(values[key]) for key in section_fields(script, section) if key in values}
+        known = model_type if model_type in tables()["presets"] else "flux"
+        found |= settled(section.model_construct(**given), known)
+    return {key: f"{FAMILY}: {shown(value)}" for key, value in found.items()}
 
 
 def _renamed(folder: str, values: Values) -> Values:

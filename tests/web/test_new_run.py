@@ -173,6 +173,24 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("text", "rank", "alpha", "rate"),
+    [
+        ('model_type = "krea2"', "32", "32", "0.0003"),
+        ('model_type = "krea2"\nnetwork_dim = 8\noptimizer_type = "Prodigy"', None, "8", "1.0"),
+        ("model_type = 3\noptimizer_type = [1]", "16", "16", "0.0001"),
+        ('model_type = "llama"', "16", "16", "0.0001"),
+    ],
+)
+def test_an_unset_option_shows_what_the_family_has(
+    text: str, rank: str | None, alpha: str, rate: str, site: Site
+) -> None:
+    shown = examine(site, text, pretrains=False)["defaults"]
+    wanted = {"network_dim": rank, "network_alpha": alpha, "learning_rate": rate}
+    assert {key: shown.get(key) for key in wanted} == {k: v and f"the family's: {v}" for k, v in wanted.items()}
+    assert examine(site, text, pretrains=True)["defaults"] == {}
+
+
 @pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED)
 def test_what_is_refused_is_what_train_lora_prints(text: str, site: Site, tmp_path: Path) -> None:
     (tmp_path / "configuration").write_text(text)

@@ -42,7 +42,7 @@ function show(found) {
   Object.assign(element("data"), { hidden: !dataset, href: `/data?dataset=${encodeURIComponent(dataset)}` });
 }
 
-function fill(control, { values, unmet, errors }) {
+function fill(control, { values, defaults, unmet, errors }) {
   const key = control.dataset.key, value = values[key], option = control.closest(".option");
   option.classList.toggle("set", value !== "");
   option.classList.toggle("unmet", key in unmet);
@@ -50,6 +50,7 @@ function fill(control, { values, unmet, errors }) {
   option.querySelector(".said").textContent = errors[key] ?? "";
   control.setAttribute("aria-invalid", key in errors);
   control.disabled = value === null;
+  if (key in defaults) control.placeholder = defaults[key];
   if (control.type === "checkbox") control.checked = (pending[key] ?? (value || control.dataset.default)) === "true";
   else if (!(key in pending) && control !== document.activeElement) control.value = value ?? "";
 }
