@@ -274,16 +274,14 @@ def _inpaint_mask(sample: Sample, alpha: Image.Image | None, variant: int, seed:
     assert masks is not None
     if masks.source == "generated":
         return generated_mask(masks.kinds, *sample.fit.encoded, seed, sample.identity, variant)
-    white: Image.Image | None
     if sample.inpaint_mask is not None:
-        path, remedy = sample.inpaint_mask.path, "paint what is to be filled white, or remove the image"
-        white, *_ = read_mask(checked_bytes(sample.inpaint_mask), path)
+        white, *_ = read_mask(checked_bytes(sample.inpaint_mask), sample.inpaint_mask.path)
     else:
-        path, remedy = sample.image.path, "inpaint_alpha_mask fills what is transparent: erase some, or remove it"
-        white = None if alpha is None else ImageChops.invert(alpha)
-    mask = None if white is None else binary_mask(_fitted(white, sample, flipped=False))
-    if mask is None or not mask.any():
-        raise UserError(f"{path}: nothing to fill in what is trained on; {remedy}")
+        assert alpha is not None, "scan() refuses an opaque image"
+        white = ImageChops.invert(alpha)
+    mask = binary_mask(_fitted(white, sample, flipped=False))
+    if not mask.any():  # what scan() saw of it is lost at this size
+        raise UserError(f"{(sample.inpaint_mask or sample.image).path}: nothing to fill at this size; fill more of it")
     return mask
 
 

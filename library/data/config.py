@@ -527,13 +527,8 @@ def _checked(
                 continue
             raise UserError(f"{where}: {key!r} is not taken: {file.refused[key]}")
         _check_key(where, written, key, is_subset, takes_files)
-        try:
-            check_value(where, key, value)
-        except UserError:
-            if _leaves_unset(key, value):
-                continue
-            raise
-        values[key] = value
+        if check_value(where, key, value):
+            values[key] = value
     if values.keys() >= _RESOLUTIONS:
         raise UserError(f"{where}: resolution and resolutions both say at which size; keep one of them")
     return values
@@ -555,18 +550,21 @@ def _check_key(where: str, written: str, key: str, is_subset: bool, takes_files:
         raise UserError(f"{where}: unknown key {key!r}{near}")
 
 
-def check_value(where: str, key: str, value: Any) -> None:
-    """Raise a UserError if ``value`` does not fit a dataset's key."""
+def check_value(where: str, key: str, value: Any) -> bool:
+    """Return whether ``value`` sets a dataset's key; raise a UserError if it does not fit and asks for something."""
     model = SubsetSettings if key in SUBSET_KEYS else DatasetSettings
     try:
         model.model_validate({key: value})
     except ValidationError as error:
+        if _leaves_unset(key, value):
+            return False
         problem = error.errors()[0]["msg"].replace("Input should be", "should be")
         if key in ("resolution", "resolutions", "control_resolution"):
             entries = "a list, each entry " if key == "resolutions" else ""
             problem = f"should be {entries}a number of pixels or [width, height], each from 1 to {MOST_SIDE}"
         shown = str(value).lower() if isinstance(value, bool) else repr(value)  # as a TOML has it
         raise UserError(f"{where}: {key} = {shown}: {problem}; correct the value") from None
+    return True
 
 
 def refuse_climbing(where: str, key: str, value: str) -> None:

@@ -265,11 +265,11 @@ def _mask_lines(subset: Subset, fits: Sequence[tuple[Source, tuple[Fit]]], index
     alike: dict[str, list[str]] = defaultdict(list)
     for _, path, remark in remarks:
         alike[remark].append(Path(path).name)
-    for remark, names in alike.items():
-        if remark.endswith(REFUSED):
-            remedy = "paint white what is to be filled, with inpaint_alpha_mask erase it; or remove the image"
-            raise UserError(f"{subset.where}: {remark} ({names_in_short(names, 3)}): {remedy}")
-    return lines + [f"{subset.where}: {remark} ({names_in_short(names, 3)})" for remark, names in alike.items()]
+    said = {remark: f"{subset.where}: {remark} ({names_in_short(names, 3)})" for remark, names in alike.items()}
+    if refused := [line for remark, line in said.items() if remark.endswith(REFUSED)]:
+        remedy = "paint white what is to be filled, with inpaint_alpha_mask erase it; or remove the image"
+        raise UserError(f"{refused[0]}: {remedy}")
+    return [*lines, *said.values()]
 
 
 def check_mask_shape(mask: SourceFile, size: tuple[int, int]) -> None:

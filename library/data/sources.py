@@ -29,7 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 from library.config.markers import is_nothing
 from library.config.model_types import ConditionKind
@@ -47,8 +47,9 @@ _ENTRY_KEYS = ("image_path", "caption", "tags", "image_size")  # the last is sd-
 _CAPTIONS = (".txt", ".caption", ".cap", ".tags")
 _OF_TRAINERS = (".npz", ".safetensors", ".json", ".jsonl", ".toml", ".yaml")  # caches, and what describes datasets
 _LABELS = ("-masklabel", "-condlabel")  # OneTrainer's, beside an image: its mask, and what a fill model is shown
+_BY = ("caption_extension", "metadata_file")  # what says which captions are read
 _MOST_NAMED = 3
-_Listing = tuple[Path, dict[str, Stats], dict[str, list[str]], dict[str, list[str]]]  # of _list_images
+_Listing = tuple[Path, dict[str, Stats], dict[str, list[str]]]  # of _list_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,15 +213,14 @@ def _companion(subset: Subset, source: Source) -> str:
 
 
 def _list_images(folder: Path) -> _Listing:
-    """Return a folder as it is spelled, its files, and both stems and :func:`_folded` names and stems -> its images."""
+    """Return a folder as it is spelled, its files, and names and stems, :func:`_folded`, -> its images."""
     folder = _as_spelled(folder)
     files = list_folder(folder) if folder.is_dir() else {}
-    by_stem, folded = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    folded = defaultdict[str, list[str]](list)
     for name in filter(is_image, files):
-        by_stem[stem(name)].append(name)
-        for alike in {_folded(name), _folded(stem(name))}:
-            folded[alike].append(name)
-    return folder, files, by_stem, folded
+        folded[_folded(name)].append(name)
+        folded[_folded(stem(name))].append(name)
+    return folder, files, folded
 
 
 def _as_spelled(folder: Path) -> Path:
@@ -262,22 +262,17 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
     names = _pictures(files)
     inside = [] if recursive else _pictures(files_inside(folder, besides))
     if not names:
-        hint = (
-            f"{len(inside)} in the folders inside ({inside[0]}, ...); name one of them, or set recursive = true"
-            if inside
-            else ""
-        )
-        raise UserError(
-            f"{subset.where}: image_dir {str(folder)!r} holds no images "
-            f"(png, jpg, webp, avif, bmp, tiff, gif); {hint or 'name the folder that does'}"
-        )
+        where = f"{len(inside)} in the folders inside ({inside[0]}, ...); " if inside else ""
+        remedy = f"{where}{'name one of them, or set recursive = true' if inside else 'name the folder that does'}"
+        kinds = "png, jpg, webp, avif, bmp, tiff, gif"
+        raise UserError(f"{subset.where}: image_dir {str(folder)!r} holds no images ({kinds}); {remedy}")
     if inside:
         warnings.append(
             f"{subset.where}: {counted(len(inside), 'image')} in folders inside {folder} left out "
             f"({names_in_short(inside, _MOST_NAMED)}); set recursive = true to train on them"
         )
     captions = captions_beside([*files, *others], caption_suffix(subset), subset.where if refusals is None else None)
-    if unread := left_out(files, names, others, {*captions.values(), *_masks_among(subset, files)}):
+    if unread := left_out(files, {*names, *captions.values(), *_masks_among(subset, files)}, others):
         warnings.append(f"{subset.where}: {unread}")
     found: list[Source] = []
     without: list[str] = []
@@ -439,7 +434,7 @@ def _from_metadata(
         recursive = subset.settings.recursive or any(os.sep in name for name in listed)
         besides, others = [path for path in subset.companion_dirs if path != base], dict[str, bool]()
         files = list_folder(base, recursive, besides, others)
-        if unread := left_out(files, listed, others, _masks_among(subset, files), by="metadata_file"):
+        if unread := left_out(files, [*listed, *_masks_among(subset, files)], others, _BY[1]):
             warnings.append(f"{subset.where}: {unread}")
     return sorted(found, key=lambda source: source.name)
 
@@ -455,15 +450,15 @@ def _listed_file(
     full = Path(os.path.normpath(base / path))
     if full.parent not in folders:
         folders[full.parent] = _list_images(full.parent)
-    folder, files, by_stem, folded = folders[full.parent]
-    written = full.name
+    (folder, files, folded), written = folders[full.parent], full.name
     real = os.path.realpath(folder / written)
     if not path.is_absolute() and not real.startswith(os.path.realpath(base) + os.sep):
         raise UserError(f"{where}: {what} {name!r} lies outside {base}; write its absolute path")
-    alike = [written] if written in files else by_stem.get(written) or folded.get(_folded(written))
-    if alike is None:
-        near = did_you_mean(written, files) or f"; it is looked for in {folder}"
-        raise UserError(f"{where}: {what} {name!r} does not exist{near}")
+    near = folded.get(_folded(written), [])
+    alike = [written] if written in files else [each for each in near if stem(each) == written] or near
+    if not alike:
+        remedy = did_you_mean(written, files) or f"; it is looked for in {folder}"
+        raise UserError(f"{where}: {what} {name!r} does not exist{remedy}")
     file_name = _only(alike, f"{where}: {folder}", remedy="write which, with its ending")
     return index.image(f"{folder}{os.sep}{file_name}", files[file_name])
 
@@ -534,19 +529,15 @@ def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> tupl
 
 
 def left_out(
-    files: Collection[str],
-    images: Sequence[str],
-    others: Mapping[str, bool] | None = None,
-    used: Collection[str] = (),
-    by: Literal["caption_extension", "metadata_file"] = "caption_extension",
+    files: Collection[str], used: Collection[str], others: Mapping[str, bool] | None = None, by: str = _BY[0]
 ) -> str:
     """Return "2 files left out: b.txt (captions without an image)"; "" where there is none worth naming.
 
-    ``others``: as :func:`list_folder` found them.
+    ``used``: what is not; ``others``: as :func:`list_folder` found them; ``by``: what says which captions are read.
     """
     reasons: dict[str, list[str]] = defaultdict(list)
-    stems = set(map(stem, images if by == "caption_extension" else filter(is_image, files)))
-    for name in sorted({*files}.difference(images, used)):
+    stems = set(map(stem, used if by == _BY[0] else filter(is_image, files)))
+    for name in sorted({*files}.difference(used)):
         suffix = f".{name.rpartition('.')[2].lower()}"
         if suffix in _CAPTIONS:
             unread = f"captions that are not read; {by} says which are"
@@ -554,8 +545,7 @@ def left_out(
         elif suffix in IMAGE_SUFFIXES and stem(name).endswith(_LABELS):
             reasons[f"of OneTrainer; conditioning_data_dir = image_dir takes {_LABELS[0]} files as masks"].append(name)
         elif suffix in IMAGE_SUFFIXES:
-            listed = by == "metadata_file"
-            reasons["not in metadata_file" if listed else "images in no folder called like '10_name'"].append(name)
+            reasons[f"not in {by}" if by == _BY[1] else "images in no folder called like '10_name'"].append(name)
         elif suffix not in _OF_TRAINERS:
             reasons["not read; save pictures as PNG or JPEG"].append(name)
     nowhere = sorted(name for name, is_folder in (others or {}).items() if not is_folder and name not in used)

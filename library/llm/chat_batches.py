@@ -91,19 +91,18 @@ def parse_chat(record: Any, where: str) -> Chat:
         raise UserError(f"{where}: is no object with keys; a record has {_SHAPES}")
     pairs = [pair for pair in _PAIRS if all(key in record for key in pair)]
     listed = next((key for key in _LISTS if isinstance(record.get(key), list | tuple)), None)
-    read: tuple[str, ...]
     if listed is not None:
-        turns, read = list(record[listed]), (listed,)
+        turns, read = list(record[listed]), [listed]
     elif "instruction" in record and "output" in record:
-        turns, read = _alpaca(record, where), _ALPACA
+        turns, read = _alpaca(record, where), [*_ALPACA]
     elif pairs:
-        question, answer = read = pairs[0]
-        turns = [*_as_turns(record[question], "user"), *_as_turns(record[answer], "assistant")]
+        read = [*pairs[0]]
+        turns = [*_as_turns(record[read[0]], "user"), *_as_turns(record[read[1]], "assistant")]
     else:
         keys = ", ".join(map(str, record)) or "no keys"
         raise UserError(f"{where}: has {keys}, which is no known shape; a record has {_SHAPES}")
     if isinstance(record.get("system"), str) and record["system"] and not _begins_with_system(turns):
-        turns, read = [{"role": "system", "content": record["system"]}, *turns], (*read, "system")
+        turns, read = [{"role": "system", "content": record["system"]}, *turns], [*read, "system"]
     messages = [_message(turn, where) for turn in turns]
     if not any(is_trained for _, is_trained in messages):
         raise UserError(f"{where}: the assistant says nothing to train on; remove the record")

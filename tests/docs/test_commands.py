@@ -310,7 +310,7 @@ def test_every_dataset_toml_in_the_pages_is_valid(page: str, tmp_path: Path) -> 
     for folder in ("photos", "drawings", "masks"):
         (tmp_path / folder).mkdir()
         for i in range(10):
-            Image.new("RGB", (64, 64), (25 * i, 0, 0)).save(tmp_path / folder / f"{i}.png")
+            Image.new("RGB", (64, 64), (25 * i, 255, 0)).save(tmp_path / folder / f"{i}.png")
             (tmp_path / folder / f"{i}.txt").write_text("one, two, three")
     for text in tomls:
         (tmp_path / "dataset.toml").write_text(text.replace("/my/images", str(tmp_path / "photos")))
