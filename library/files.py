@@ -447,10 +447,10 @@ def _refuse_foreign(path: str | Path, program: str | None) -> None:
 _PROGRAMS = {
     r"\b(training_folder|folder_path)[\"']?\s*:|^job\s*:\s*\w+\s*(#.*)?$": "ai-toolkit",
     r'"(training_method|concept_file_name|balancing_strategy|include_subdirectories)"\s*:': "OneTrainer",
-    r'"(--)?(model_family|data_backend_config|instance_data_dir|dataset_type|caption_strategy)"\s*:': "SimpleTuner",
+    r'"(--)?(model_family|data_backend_config|instance_data_dir|dataset_type|caption_strategy)"\s*:'
+    r"|^\s*(export\s+)?(MODEL_FAMILY|DATALOADER_CONFIG|TRAINING_NUM_PROCESSES|TRAINER_EXTRA_ARGS)\+?=": "SimpleTuner",
 }
-# What SimpleTuner's config.toml or config.env sets: no name of Tandem's or kohya's.
-_SETTINGS = {"model_family", "data_backend_config", "MODEL_FAMILY", "DATALOADER_CONFIG", "TRAINING_NUM_PROCESSES"}
+_SETTINGS = {"model_family", "data_backend_config", "MODEL_FAMILY", "DATALOADER_CONFIG"}  # of SimpleTuner's, as TOML
 
 
 def find_program(text: str) -> str | None:
@@ -458,9 +458,8 @@ def find_program(text: str) -> str | None:
     try:
         return "SimpleTuner" if tomllib.loads(text).keys() & _SETTINGS else None
     except (ValueError, RecursionError):
-        sets = rf"^\s*(export\s+)?({'|'.join(sorted(_SETTINGS))})="
-        patterns = {**_PROGRAMS, sets: "SimpleTuner"}.items()
-        return next((program for pattern, program in patterns if re.search(pattern, text, re.MULTILINE)), None)
+        found = (program for pattern, program in _PROGRAMS.items() if re.search(pattern, text, re.MULTILINE))
+        return next(found, None)
 
 
 def toml_text(tables: Mapping[str, Any]) -> str:

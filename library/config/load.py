@@ -277,15 +277,9 @@ def _at_home(value: Any) -> Any:
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith(("~/", "~\\")) else value
 
 
-def misfit(key: str, value: Any) -> str:
-    """Return a line on why ``value`` is none of ``key``, which the schema for images has; nothing if it is one."""
-    name, field = fields()[key]
-    try:
-        sections()[name].model_validate({} if asks_for_nothing(value, field) else {key: value})
-    except ValidationError as error:  # the section's other keys may be missing
-        items = (item for item in error.errors() if item["loc"][:1] == (key,))
-        return next((_problem({**item, "loc": (name, key)}, {}) for item in items if item["type"] != "missing"), "")
-    return ""
+def misfits(values: dict[str, Any]) -> list[str]:
+    """Return a line for each value that does not fit its key of the schema for images, whatever else is set."""
+    return _validate(values, {}, fields(), LORA)[1]
 
 
 def _conflicts(config: Any, uncertain: Collection[str], origins: Mapping[str, str]) -> tuple[list[str], list[Note]]:

@@ -559,7 +559,7 @@ def test_a_value_that_does_not_fit_is_not_taken_and_the_rest_is(here: Path, prog
     tables = read_toml(FOLDER / f"{program.lower()}.toml")[0] | {"program": program}
     rows = {key: row for key, row in tables["training"].items() if key != "without" and set(row) <= {"to", "default"}}
     odd: dict[str, Any] = {}
-    for key, value in product(rows, (0, -1, 1.5, "odd", 10**30, True)):
+    for key, value in product(rows, (0, -1, 1.5, "odd")):
         notes: list[Note] = []
         values = _translate_keys(tables, "training", {key: value}, notes)
         (note,) = (note for note in notes if note.key == key and note.outcome != "default")
@@ -707,7 +707,7 @@ def test_a_run_is_as_long_as_there(here: Path) -> None:
         assert (given.get("max_train_steps"), given.get("max_train_epochs")) == wanted
 
 
-@pytest.mark.parametrize("suffix", ["toml", "env", "sh"])
+@pytest.mark.parametrize("suffix", ["toml", "env", "sh", "quoted.env"])
 def test_simpletuner_is_translated_from_each_of_its_forms(here: Path, suffix: str) -> None:
     """config.json, config.toml and config.env mean the same; env_file.py has the variables' names."""
     data = {key.removeprefix("--"): value for key, value in simple_tuner("flux", model_flavour="dev").items()}
@@ -719,6 +719,10 @@ def test_simpletuner_is_translated_from_each_of_its_forms(here: Path, suffix: st
     arguments = ["export TRAINER_EXTRA_ARGS='--validation_steps=50'", "TRAINER_EXTRA_ARGS+=' --model_flavour dev'"]
     path = here / f"config.{suffix}"
     path.write_text(toml.dumps(data) if suffix == "toml" else "\n".join(["#!/bin/bash", *lines, *arguments]))
+    if suffix == "quoted.env":  # which is TOML too
+        path.write_text(
+            "\n".join(lines).replace("export ", "") + "\nTRAINER_EXTRA_ARGS='--validation_steps=50 --model_flavour dev'"
+        )
     with pytest.raises(UserError, match="is a configuration of SimpleTuner; translate it: python tools/migrate"):
         load_config(["--config_file", str(path)])
     answer = printed(migrate_config, "--save_to", "my.toml", str(path))
@@ -747,8 +751,8 @@ def test_simpletuner_is_translated_from_each_of_its_forms(here: Path, suffix: st
             "is no TOML, and no configuration to train with of ai-toolkit",
         ),
         ("a.env", "export TRAINING_NUM_PROCESSES=1", "names no model family"),
-        ("a.env", "export TRAINING_NUM_PROCESSES='1", "a.env line 1: No closing quotation"),
-        ("a.env", "MODEL_FAMILY=flux\nMODEL_FAMILY=flux2", "a.env line 2: MODEL_FAMILY is set for the second time"),
+        ("a.env", "export TRAINING_NUM_PROCESSES='1", "a.env: cannot be read (No closing quotation)"),
+        ("a.env", "MODEL_FAMILY=flux\nMODEL_FAMILY=flux2", "a.env: cannot be read ('MODEL_FAMILY' is set twice"),
     ],
 )
 def test_other_files_of_the_programs_are_named_in_one_line(here: Path, name: str, text: str, said: str) -> None:

@@ -47,14 +47,14 @@ from typing import Any
 import yaml
 
 from library.config.kohya.translation import Note, Outcome
-from library.config.load import misfit
+from library.config.load import misfits
 from library.config.markers import is_nothing
 from library.config.model_types import MODEL_TYPES
 from library.errors import UserError
 from library.files import keys_once, parse_json, read_text, read_toml
 
 _MOST = 20_000  # keys of a file; the longest published have a few hundred
-_LISTS = ("dataset_args", "optimizer_args", "network_args")
+_LISTS = ("dataset_args", "optimizer_args", "network_args", "sample_prompts")
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ def translate_foreign(program: str, text: str, path: Path) -> Translated:
     """
     tables = read_toml(Path(__file__).with_name(f"{program.lower()}.toml"))[0] | {"program": program}
     listed, file, names = tables["datasets"], tables.get("dataset_file", ""), tables.get("env", {})
-    data = _parsed(text, path, bool(names))
-    called = {_option(key, names): key for key in data} if isinstance(data, dict) else {}
-    given = _leaves(data, path, listed if isinstance(data, list) else "", tables.get("root", ""), names)
+    data = _parsed(text, path, names)
+    called = {names.get(key, key.lower()): key for key in re.findall(r"\b[A-Z_0-9]+(?=\s*\+?=)", text) if names}
+    given = _leaves(data, path, listed if isinstance(data, list) else "", tables.get("root", ""))
     found = Translated(None if isinstance(data, list) else {}, [], {}, [])
     named = str(given.get(file) or "")
     for place in (Path(named), path.parent / named, path.parent / PureWindowsPath(named).name):
@@ -106,13 +106,13 @@ def translate_foreign(program: str, text: str, path: Path) -> Translated:
     return found
 
 
-def _parsed(text: str, path: Path, settings: bool = False) -> Any:
-    """Return what a file holds: JSON, else YAML or, with ``settings``, TOML or a shell's variables."""
+def _parsed(text: str, path: Path, names: Mapping[str, str] | None = None) -> Any:
+    """Return what a file holds: JSON, else YAML or, with ``names`` of variables, what sets those."""
     if text.lstrip()[:1] in ("{", "["):
         return parse_json(text, str(path))
-    if settings:
-        return _settings(text, path)
     try:
+        if names:
+            return _settings(text, names)
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise ValueError("refers to parts of itself by *name; write them out")
         return yaml.load(text, _OnceEach)
@@ -120,37 +120,22 @@ def _parsed(text: str, path: Path, settings: bool = False) -> Any:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); correct it") from None
 
 
-def _settings(text: str, path: Path) -> dict[str, Any]:
-    """Return what SimpleTuner's config.toml or config.env sets, with the latter's other lines as "line 3"."""
+def _settings(text: str, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return what SimpleTuner's config.toml or config.env sets, by its options; other lines as "line 3"."""
+    found: dict[str, Any] = {}
     with suppress(tomllib.TOMLDecodeError):
-        return tomllib.loads(text)
-    found: dict[str, str] = {}
+        found, text = tomllib.loads(text), ""
     for number, line in enumerate(text.splitlines(), 1):
-        try:
-            words = " ".join(shlex.split(line, comments=True)).removeprefix("export ")
-        except ValueError as error:
-            raise UserError(f"{path} line {number}: {error}; correct it") from None
-        if match := re.fullmatch(r"(\w+)(\+?)=(.*)", words):
-            name, more, value = match.groups()
+        words = " ".join(shlex.split(line, comments=True)).removeprefix("export ")
+        name, more, value = re.findall(r"^(?:(\w+)(\+?)=)?(.*)", words)[0]
+        if name in found and not more:
+            raise ValueError(f"{name!r} is set twice; keep one")
+        if words:
             value = re.sub(r"\$\{?(\w+)\}?", lambda variable: found.get(variable[1], variable[0]), value)
-            if name in found and not more:
-                raise UserError(f"{path} line {number}: {name} is set for the second time; keep one")
-            found[name] = f"{found.get(name, '')} {value}".strip()
-        elif words:
-            found[f"line {number}"] = words
-    option = ""
-    for word in found.pop("TRAINER_EXTRA_ARGS", "").split():
-        if word.startswith("--"):
-            option, equals, value = word.partition("=")
-            found[option] = value if equals else "true"
-        else:
-            found[option] = word if found.get(option) == "true" else f"{found.get(option, '')} {word}"
-    return found
-
-
-def _option(key: str, names: Mapping[str, str]) -> str:
-    """Return the option that a variable sets; any other key as it is."""
-    return names.get(key, key.lower()) if names and key.isupper() else key
+            found[name or f"line {number}"] = f"{found.get(name, '')} {value}".strip()
+    extra = re.findall(r"--(\w+)[ =]*((?:(?!--)\S+ *)*)", found.pop("TRAINER_EXTRA_ARGS", ""))
+    pairs = [(names.get(name, name.lower()), value) for name, value in found.items()]
+    return keys_once([*pairs, *((name, value.strip() or "true") for name, value in extra)])
 
 
 class _OnceEach(yaml.SafeLoader):
@@ -162,10 +147,8 @@ class _OnceEach(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _leaves(
-    data: Any, path: Path, below: str = "", root: str = "", names: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Return path -> value of each key, without ``root``, variables by ``names``; a list without tables is a value."""
+def _leaves(data: Any, path: Path, below: str = "", root: str = "") -> dict[str, Any]:
+    """Return path -> value of each key, without ``root``; a list without tables is a value."""
 
     def walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         tables = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
@@ -179,7 +162,7 @@ def _leaves(
     if len(found) > _MOST:
         raise UserError(f"{path}: has more than {_MOST} keys; give a program's configuration")
     try:
-        return keys_once([(_option(key.removeprefix(root), names or {}), value) for key, value in found])
+        return keys_once([(key.removeprefix(root), value) for key, value in found])
     except ValueError as error:  # --rank and rank, a.b and b within a
         raise UserError(f"{path}: {error}") from None
 
@@ -224,10 +207,11 @@ def _translate_keys(
         row: Mapping[str, Any] = next((rows[one] for one in named if one in rows), {})
         outcome, text, meant = _meaning(row, both[key], both)
         lost = [other for other in (by.get(key), *row.get("when", ())) if other in untaken]
+        fitting = {to: one for to, one in meant.items() if to not in _LISTS} if part == "training" else {}
         if lost and both[key] not in (None, False):
             outcome, text, meant = "refused", f"not taken: {lost[0]}, which says what it means, is not", {}
-        elif part == "training" and (why := _misfit(meant)):
-            outcome, text, meant = "refused", f"not taken: {why}", {}
+        elif unfit := fitting and misfits(fitting):
+            outcome, text, meant = "refused", f"not taken: {'; '.join(unfit)}", {}
         if outcome == "refused" and "values" in row:
             untaken.append(key)
         chosen = [one for one in by if by[one] == key and f"{one}@{_word(both[key])}" in rows]
@@ -319,15 +303,6 @@ def _meaning(row: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> tu
     meant: dict[str, Any] = value if isinstance(value, dict) else dict.fromkeys(to.split(), value)
     text = f"becomes {', '.join(f'{key} = {one}' for key, one in meant.items())}" if meant else "is what happens here"
     return "renamed" if meant else "accepted", text + but, meant
-
-
-def _misfit(meant: Mapping[str, Any]) -> str:
-    """Return why a value is none of the training key that it becomes; nothing if all are."""
-    for to, one in meant.items():
-        several = one if isinstance(one, list) else [one]
-        if why := misfit(to, list(map(str, several)) if to in (*_LISTS, "sample_prompts") else one):
-            return why
-    return ""
 
 
 def _formatted(text: str, value: Any) -> str:
