@@ -57,10 +57,10 @@ answer_early(__name__, lambda: parser().parse_args())
 
 from concurrent.futures import ThreadPoolExecutor
 
-from library.data.config import INPAINT_KEYS, OTHER_NAMES, REFERENCE_KEYS, DatasetConfig, Subset, load_dataset_config
+from library.data.config import INPAINT_KEYS, OTHER_NAMES, REFERENCE_KEYS, DatasetConfig, load_dataset_config
 from library.data.gallery import described, hashed_previews, small_jpeg, thumbnail_name, write_thumbnails
-from library.data.lint import Advance, Report, check, title, without_broken
-from library.data.samples import Sample, scan
+from library.data.lint import Advance, Report, check, title
+from library.data.samples import Sample
 from library.data.sources import names_controls
 from library.training.run_inputs import idle_options
 
@@ -89,10 +89,6 @@ def _asked(value: Any) -> set[str]:
     return keys.union(*map(_asked, inside))
 
 
-def _unsplit(subset: Subset) -> Subset:
-    return replace(subset, settings=subset.settings.model_copy(update={"validation_split": 0.0}))
-
-
 def show(report: Report, console: Console) -> None:
     """Print the findings, a heading a kind."""
     for line in (*report.sizes, *(f"note: {note}" for note in report.notes)):
@@ -118,23 +114,14 @@ def write_json(
     "thumbnail" of an image is a name in the folder of --thumbnails.
     """
     path, thumbnails, seed = options.json, options.thumbnails, options.seed
-    samples, refused = list[Sample](), None
-    unsplit = tuple(replace(one, subsets=tuple(map(_unsplit, one.subsets))) for one in config.datasets)
-    for each in (config, replace(config, datasets=unsplit)):  # images are shown, too, where the split is refused
-        try:
-            found = scan(each, seed, pixel_multiple, find=without_broken(report))
-            samples = [*found.train, *found.held_out]
-            break
-        except UserError as error:
-            refused = refused or str(error)
-    content = described(config, report, samples, refused)
+    content = described(config, report, report.samples, report.refused)
     for image in content["images"]:
         image["thumbnail"] = thumbnail_name(image["path"]) if thumbnails and image["size"] else None
     write_text(path, json.dumps(content))
     if thumbnails is not None:
         names = {image["path"]: image["thumbnail"] for image in content["images"] if image["thumbnail"]}
         write_thumbnails(names, thumbnails, start("making small pictures", len(names)))
-    order = sorted(samples, key=lambda sample: (sample.group.dataset, sample.fit.bucket))  # as described
+    order = sorted(report.samples, key=lambda sample: (sample.group.dataset, sample.fit.bucket))  # as described
     waiting = [(number, sample) for number, sample in enumerate(order) if content["images"][number]["besides"]]
     advance = start("pictures of masks and control images", len(waiting))
 
@@ -183,7 +170,7 @@ def main() -> None:
         config = replace(config, overridden=(*config.overridden, *idle_options(training, config)))
     printed = nullcontext(partial(print_progress, console, seconds=0.5))
     with printed if options.json is not None else counting(console) as start:
-        report = check(config, pixel_multiple, start, too_long, options.seed, share)
+        report = check(config, pixel_multiple, start, too_long, options.seed, share or 0)
         if options.json is not None:
             write_json(options, config, report, start, pixel_multiple)
     show(report, console)

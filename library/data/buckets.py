@@ -278,12 +278,12 @@ def describe_sizes(dataset: Dataset, pixel_multiple: int, images: Images, used: 
 
     ``used``: the sizes of those that are not left out; None of all.
     """
-    counted_sizes = [size for size, _ in images] if used is None else used
+    sizes = used or [size for size, _ in images]
 
     def outcome(rule: BucketRule) -> str:
         try:
             buckets = Bucketing(dataset, pixel_multiple, images, rule)
-            fits = [(size, buckets.fit(size, random_crop=False, name="an image")) for size in counted_sizes]
+            fits = [(size, buckets.fit(size, random_crop=False, name="an image")) for size in sizes]
         except UserError as error:
             return f"refused ({str(error).removeprefix(f'{dataset.where}: ')})"
         shares = [buckets.kept(size, fit) for size, fit in fits]

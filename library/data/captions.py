@@ -46,11 +46,9 @@ def never_drawn(raw: str, settings: SubsetSettings, count: int) -> tuple[int, in
 
     A choice counts in each line that it stands in, if that is drawn. The second may be more than is needed.
     """
-    if not (unseen := _draw(raw, settings, count)[1]):
-        return 0, count
     lines = [raw] if settings.multiline_captions else raw.split("\n")
     choices = [len(match.split("|")) for match in _WILDCARD.findall(_written(raw, settings))]
-    return unseen, len(lines) * max(choices, default=1)
+    return _draw(raw, settings, count)[1], len(lines) * max(choices, default=1)
 
 
 def plain_caption(raw: str, settings: SubsetSettings) -> str:
@@ -84,9 +82,10 @@ def words_around(caption: str, word: str) -> set[str]:
     return set(found) - {part}
 
 
-def trigger_is_added(raw: str, settings: SubsetSettings, count: int) -> set[bool]:
-    """Return whether the trigger word is put in front of a caption; both where of some of its variants alone."""
-    return {_with_trigger(arranged, settings)[1] for arranged in _draw(raw, settings, count)[0]}
+def trigger_is_added(raw: str, settings: SubsetSettings, count: int) -> bool:
+    """Return whether the trigger word is put in front of a caption's variants, or of some."""
+    varies = settings.caption_tag_dropout_rate or drawn_from(raw, settings) != raw  # an order of tags changes nothing
+    return any(_with_trigger(arranged, settings)[1] for arranged in _draw(raw, settings, count if varies else 1)[0])
 
 
 def marks_left(raw: str, settings: SubsetSettings) -> set[str]:
@@ -124,12 +123,11 @@ class _Rounds:
         self._left: dict[object, list[str]] = {}
 
     def draw(self, place: object, options: Sequence[str]) -> str:
-        if place not in self._left:
-            self.unseen |= {(place, option) for option in options}
-        left = self._left.get(place) or self.rng.sample(options, len(options))
-        self._left[place], option = left, left.pop()
-        self.unseen.discard((place, option))
-        return option
+        if not (left := self._left.get(place)):
+            self.unseen |= {(place, option) for option in options if left is None}
+            left = self._left[place] = self.rng.sample(options, len(options))
+        self.unseen.discard((place, left[-1]))
+        return left.pop()
 
 
 def _draw(raw: str, settings: SubsetSettings, count: int) -> tuple[list[str], int]:

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
+from typing import Any
 
-from library.data.buckets import KEPT, Bucketing, Fit, Images, Size, describe_sizes, same_shape, size_text
+from library.data.buckets import KEPT, Bucketing, Fit, Size, same_shape, size_text
 from library.data.captions import MARKS, caption_variants, has_word, marks_left, words_around
-from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
+from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile
 from library.data.mask_files import REFUSED, look_at_masks
-from library.data.samples import FindSources, Sample, cache_folder, idle_parts, scan, sizes_seen
+from library.data.samples import Sample, Scan, cache_folder, idle_parts, scan, sizes_seen
 from library.data.sources import Source, find_images, find_sources, note_frames, note_lines
 from library.errors import UserError, counted, gathering, names_in_short
 from library.files import read_toml
 
 Advance = Callable[[int], None]
 Start = Callable[[str, int], Advance]
-TooLong = Callable[[Iterable[str]], Mapping[str, tuple[int, int]]]  # library.models.text.TextEncoder.too_long
+TooLong = Callable[[Iterable[str]], Mapping[str, tuple[int, int]]] | None  # library.models.text.TextEncoder.too_long
 Caption = tuple[str, str, SubsetSettings]  # of an image: its path, raw caption, what its subset says
 
 KINDS = read_toml(Path(__file__).with_name("finding_kinds.toml"))[0]
@@ -52,7 +53,8 @@ class Report:
     findings: list[Finding]
     notes: tuple[str, ...] = ()  # what training says too: files that are left out, frames that are not used
     sizes: tuple[str, ...] = ()  # of each dataset, whose rule finds its shapes, and what they keep
-    sources: Mapping[str, list[Source]] = field(default_factory=dict, compare=False)  # by the subset's ``where``
+    samples: tuple[Sample, ...] = field(default=(), compare=False)  # that training would see
+    refused: str | None = None  # why there are none, or none held out
 
     def by_kind(self) -> dict[str, list[Finding]]:
         """Return the findings of each kind, in the order of :data:`KINDS`, kinds without any left out."""
@@ -72,12 +74,7 @@ def title(found: Sequence[Finding]) -> str:
 
 
 def check(
-    config: DatasetConfig,
-    pixel_multiple: int,
-    start: Start,
-    too_long: TooLong | None = None,
-    seed: int = 0,
-    regular_share: float | None = None,
+    config: DatasetConfig, pixel_multiple: int, start: Start, too_long: TooLong = None, seed: int = 0, share: float = 0
 ) -> Report:
     """Look at every image, mask and caption of a dataset TOML.
 
@@ -87,10 +84,9 @@ def check(
         start: ``start(description, total) -> advance(n)``, for the progress bar.
         too_long: which captions the model's text encoder does not read to their end.
         seed: the training's, which chooses the held-out images.
-        regular_share: as of ``scan``.
+        share: the training's ``regular_share``; 0 as in sd-scripts (see ``scan``).
     """
     findings, captions, notes = list[Finding](), list[Caption](), idle_parts(config)
-    described, sizes = list[tuple[Dataset, Images]](), list[str]()
     images: dict[str, SourceFile] = {}
     known: dict[str, list[Source]] = {}
     problems: dict[str, str] = {}  # by path of an unreadable file
@@ -108,7 +104,6 @@ def check(
             used += sizes_seen(subset, whole, seed) if subset.settings.num_repeats else []
             loaded.append((subset, index, known.setdefault(subset.where, sources)))
         buckets = [Bucketing(dataset, pixel_multiple, used) for dataset in datasets]
-        described += [(dataset, used) for dataset in datasets if used]
         for subset, index, sources in loaded:
             images_read = list[tuple[Source, list[Fit]]]()
             for source in sources:
@@ -132,17 +127,14 @@ def check(
     same = [paths for paths in by_content.values() if len(paths) > 1]
     findings += [Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file") for paths in same]
     findings += [*_captions(captions), *_trigger_words(captions)]
-    if too_long is not None:
-        findings += long_captions(captions, too_long, config.arguments.caption_variants)
-    if not any(finding.is_error for finding in findings):
-        try:
-            trained = scan(config, seed, pixel_multiple, 1.0, regular_share, lambda subset, *_: known[subset.where])
-            sizes = [f"{config.datasets[number].where}: {text}" for number, text in trained.sizes.items()]
-            notes += trained.unused
-        except UserError as error:  # of all images together: none is left to train on, or to hold out
-            findings.append(Finding("setup", (), str(error)))
-    sizes = sizes or [f"{each.where}: {describe_sizes(each, pixel_multiple, seen)}" for each, seen in described]
-    return Report(len(images), findings, tuple(notes), tuple(sizes), known)
+    findings += long_captions(captions, too_long, config.arguments.caption_variants)
+    how = {"seed": seed, "pixel_multiple": pixel_multiple, "regular_share": share or None}
+    trained, refused = _scanned(config, known, findings, **how)
+    if refused and not any(finding.is_error for finding in findings):  # of all together: too few to train, or hold out
+        findings.append(Finding("setup", (), refused))
+    sizes = [f"{config.datasets[number].where}: {text}" for number, text in trained.sizes.items()]
+    samples = (*trained.train, *trained.held_out)
+    return Report(len(images), findings, (*notes, *trained.unused), tuple(sizes), samples, refused)
 
 
 def summarise(samples: Sequence[Sample]) -> list[str]:
@@ -178,14 +170,30 @@ def _sources(
     return found
 
 
-def without_broken(report: Report) -> FindSources:
-    """Return what lists for ``scan`` the images of a report that training would not stop at."""
-    broken = {path for finding in report.findings if finding.is_error for path in finding.paths}
+def _scanned(
+    config: DatasetConfig, known: Mapping[str, list[Source]], findings: Sequence[Finding], **how: Any
+) -> tuple[Scan, str | None]:
+    """Scan the images that training would not stop at; where the split of all is refused, as if nothing was held out.
+
+    Args:
+        known: of a subset, by its ``where``. how: more arguments of ``scan``.
+    """
+    broken = {path for finding in findings if finding.is_error for path in finding.paths}
+    refused: str | None = None
 
     def find(subset: Subset, *_: object) -> list[Source]:
-        return [one for one in report.sources[subset.where] if not broken & {file.path for file in one.files}]
+        return [one for one in known[subset.where] if broken.isdisjoint(file.path for file in one.files)]
 
-    return find
+    def unsplit(subset: Subset) -> Subset:
+        return replace(subset, settings=subset.settings.model_copy(update={"validation_split": 0.0}))
+
+    whole = tuple(replace(one, subsets=tuple(map(unsplit, one.subsets))) for one in config.datasets)
+    for each in (config, replace(config, datasets=whole)):
+        try:
+            return scan(each, find=find, **how), refused
+        except UserError as error:
+            refused = refused or str(error)
+    return Scan([], [], [], []), refused
 
 
 def _of_image(
@@ -244,6 +252,8 @@ def _captions(captions: Iterable[Caption]) -> list[Finding]:
 
 def long_captions(captions: Sequence[Caption], too_long: TooLong, variants: int) -> list[Finding]:
     """Return what is said of captions with more tokens than the text encoder reads, in any of their ``variants``."""
+    if too_long is None:
+        return []
     texts = {path: caption_variants(raw, settings, variants) for path, raw, settings in captions}
     long = too_long(dict.fromkeys(chain.from_iterable(texts.values())))
     paths = [path for path, every in texts.items() if not long.keys().isdisjoint(every)]
@@ -255,13 +265,11 @@ def long_captions(captions: Sequence[Caption], too_long: TooLong, variants: int)
 
 def _trigger_words(captions: Sequence[Caption]) -> list[Finding]:
     """Trigger words in captions of regularisation images, and within other words; marks that are trained as text."""
-    found, odd = list[Finding](), defaultdict[str, list[str]](list)
-    for path, caption, of in captions:
-        for mark in marks_left(caption, of):
-            odd[mark].append(path)
-    for mark, paths in sorted(odd.items()):
-        text = f"{_names(paths)}: {mark} is trained as text; a trigger_word takes the place of {' and '.join(MARKS)}"
-        found.append(Finding("trigger", tuple(paths), text))
+    found: list[Finding] = []
+    if odd := {path: marks for path, caption, of in captions if (marks := marks_left(caption, of))}:
+        named = ", ".join(sorted(set[str]().union(*odd.values())))
+        text = f"{_names([*odd])}: {named} is trained as text; a trigger_word takes the place of {' and '.join(MARKS)}"
+        found.append(Finding("trigger", tuple(odd), text))
     for word in filter(None, dict.fromkeys(settings.trigger_word for _, _, settings in captions)):
         if regular := [path for path, caption, of in captions if of.is_reg and has_word(caption, word)]:
             text = f"{_names(regular)}: a caption of regularisation images says {word!r}, the trigger word"

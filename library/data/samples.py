@@ -201,7 +201,7 @@ def scan(
         result.train.extend(_balance(train, dataset.where, result.unused, regular_share))
         used = [one.image.size for one in (*result.train, *result.held_out) if one.group.dataset == number]
         if images:
-            result.sizes[number] = describe_sizes(dataset, pixel_multiple, images, list(filter(None, used)))
+            result.sizes[number] = describe_sizes(dataset, pixel_multiple, images, [*filter(None, used)])
     result.warnings.extend(result.unused)
     if (number := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
         raise UserError(

@@ -109,10 +109,8 @@ def _note_trigger(subset: Subset, found: list[Source], warnings: list[str], vari
     """Say where the trigger word is put in; its mark without a word would be learnt as text, so it is refused."""
     settings, where = subset.settings, subset.where
     if word := settings.trigger_word:
-        put = [trigger_is_added(source.caption, settings, variants) for source in found]
-        bare, partly = sum(True in each for each in put), sum(len(each) > 1 for each in put)
+        bare = sum(trigger_is_added(source.caption, settings, variants) for source in found)
         done = f"put in front of {bare} of {counted(len(found), 'caption')}" if bare else "in every caption"
-        done += f", of {partly} in some of its variants" if partly else ""
         known_as = f" (preserve_class {settings.preserve_class!r})" if settings.preserve_class else ""
         warnings.append(f"{where}: trigger word {word!r}{known_as} {done}")
         return
@@ -370,18 +368,17 @@ def note_lines(subset: Subset, sources: Sequence[Source], variants: int) -> list
 
     Those are all lines but the first, or lines and choices of wildcards that are in none of a caption's ``variants``.
     """
-    read = "the first of each is trained on, as in sd-scripts: set multiline_captions = true to train on all of it"
-    cut = [source for source in sources if source.more_lines]
-    notes = [(cut, f"several lines in the captions of {_images(cut, len(sources))}; {read}")]
-    drawn = [(source, *never_drawn(source.caption, subset.settings, variants)) for source in sources]
-    if missed := [each for each in drawn if each[1]]:
-        few = [source for source, _, _ in missed]
-        text = (
-            f"{sum(n for _, n, _ in missed)} lines or choices in the captions of {_images(few, len(sources))} are in "
-        )
-        text += f"none of the {variants} variants drawn of each, and not trained on: caption_variants = "
-        notes.append((few, f"{text}{max(enough for _, _, enough in missed)} draws all"))
-    return [(of, f"{subset.where}: {text}") for of, text in notes if of]
+    drawn, total = sources if subset.settings.enable_wildcard else [], len(sources)
+    few = [never_drawn(source.caption, subset.settings, variants) for source in drawn]
+    missed, enough = sum(count for count, _ in few), max((enough for count, enough in few if count), default=0)
+    why = f" are in none of its {variants} variants, and not trained on: caption_variants = {enough} draws all"
+    read = "; the first of each is trained on, as in sd-scripts: set multiline_captions = true to train on all of it"
+    some = [
+        ("several lines", [source for source in sources if source.more_lines], read),
+        (f"{missed} lines or choices", [one for one, (count, _) in zip(drawn, few, strict=True) if count], why),
+    ]
+    named = [(f"{what} in the captions of {_some_of([s.name for s in of], total)}", of, why) for what, of, why in some]
+    return [(of, f"{subset.where}: {what}{why}") for what, of, why in named if of]
 
 
 def _complain_about_missing_captions(
@@ -558,10 +555,6 @@ def _masks_among(subset: Subset, files: Iterable[str]) -> list[str]:
     """Return the masks among the ``files`` of a subset's folder, if it is the folder of its masks too."""
     is_theirs = subset.image_dir in (subset.mask_dir, subset.inpaint_mask_dir)
     return [name for name in files if is_theirs and is_image(name) and stem(name).endswith(_LABELS[0])]
-
-
-def _images(some: Sequence[Source], total: int) -> str:
-    return _some_of([source.name for source in some], total)
 
 
 def _some_of(names: Sequence[str], total: int) -> str:

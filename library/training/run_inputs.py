@@ -81,9 +81,9 @@ class RunInputs:
     def add_images(self, samples: Iterable[Sample], by_path: bool) -> RunInputs:
         """Add images whose contents have been hashed, known ``by_path`` as written, or by their names alone."""
         for each in samples:
+            caption = drawn_from(each.caption, each.settings)
             masks = [file and file.content for file in (each.mask, each.inpaint_mask)]
             controls, repeats = [image.key() for image in each.control_images], 1 if each.held_out else each.repeats
-            caption = drawn_from(each.caption, each.settings)
             aspects = (each.image.content, caption, masks, controls, each.fit, repeats, each.held_out)
             key = each.identity if by_path else each.identity.partition("\n")[2]
             self.add(key, aspects, Path(each.image.path).name)

@@ -174,10 +174,7 @@ def summarise_dataset(answers: Answers) -> DatasetSummary:
         defaults = DatasetArguments(dataset_config=str(path), trigger_word=answers.trigger)
 
         def said(line: str) -> str:  # not of a file that is gone by now
-            shown = f"--images {answers.images}"
-            return (
-                line if path == answers.images else line.replace(f"{path}: subset 1", shown).replace(str(path), shown)
-            )
+            return line.replace(f"{path}: subset 1", f"{path}").replace(f"{path}", f"--images {answers.images}")
 
         try:
             found = scan(load_dataset_config(path, defaults, family.conditioning), 0, unit)

@@ -130,7 +130,7 @@ def test_lines_that_no_variant_has_are_told_and_where_the_trigger_word_is_put_in
 ) -> None:
     add_image(tmp_path / "img", "a.png", caption="a zorbo\n" + "\n".join(f"line {k}" for k in range(19)))
     toml = write_toml(tmp_path, general="enable_wildcard = true\ntrigger_word = 'zorbo'")
-    said = "12 lines or choices in the captions of 1 of 1 image (a.png) are in none of the 8 variants"
+    said = "12 lines or choices in the captions of 1 of 1 image (a.png) are in none of its 8 variants"
     report, warnings = check(load(toml), 16, silent), build(toml).warnings
     (finding,) = report.by_kind()["lines"]
     assert said in finding.text
@@ -142,7 +142,7 @@ def test_lines_that_no_variant_has_are_told_and_where_the_trigger_word_is_put_in
     arguments = DatasetArguments(dataset_config=str(toml), caption_variants=20)
     report = check(load_dataset_config(toml, arguments), 16, silent)
     assert report.findings == []
-    assert report.notes[0].endswith("put in front of 1 of 1 caption, of 1 in some of its variants")
+    assert report.notes[0].endswith("put in front of 1 of 1 caption")
 
 
 def test_captions_that_are_drawn_in_another_way_than_before_are_not_taken_for_the_old_ones() -> None:
