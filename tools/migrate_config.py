@@ -193,9 +193,8 @@ def _comments(notes: Sequence[Note]) -> list[str]:
     """Return what is not taken, and what is different here, a comment each."""
     lines = []
     for outcome, title in (("refused", "# Not taken over:"), ("note", "# Different here:")):
-        found = [
-            f"#   {note.key}: {note.text.removeprefix('not taken: ')}" for note in notes if note.outcome == outcome
-        ]
+        of_it = [note for note in notes if note.outcome == outcome]
+        found = [f"#   {note.key}: {note.text.removeprefix('not taken: ')}" for note in of_it]
         lines += [title, *found] if found else []
     return lines
 
@@ -252,10 +251,8 @@ def main() -> None:
         notes = migrate(command, args.save_to, called, args.overwrite)
     print(table(notes))
     refused = sum(note.outcome == "refused" for note in notes)
-    print(
-        f"\n{args.save_to}: written"
-        + (f"; not taken over: {counted(refused, 'setting')}, see above" if refused else "")
-    )
+    left = f"; not taken over: {counted(refused, 'setting')}, see above" if refused else ""
+    print(f"\n{args.save_to}: written{left}")
 
 
 if __name__ == "__main__":

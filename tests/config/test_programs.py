@@ -554,6 +554,22 @@ def test_sizes_are_near_those_of_ai_toolkit(here: Path, arch: str, steps: int) -
     assert "sizes differ" in notes["datasets.0.enable_bucket"].text
 
 
+@pytest.mark.parametrize("kind", ["shift", "flux_shift", "lumina2_shift"])
+def test_ai_toolkits_shifts_are_drawn_as_there_or_the_nearest_is_said(here: Path, kind: str) -> None:
+    """custom_flowmatch_sampler.py: even draws, shifted by z_image.py's 3, or by the size; steps count from noise."""
+    data = ai_toolkit({"arch": "zimage:turbo"})
+    data["config"]["process"][0]["train"] |= {"timestep_type": kind, "max_denoising_steps": 500}
+    notes = notes_of(data, "ai-toolkit", here)
+    flow = load_config(["--config_file", "my.toml"]).flow
+    uniform = torch.linspace(0.01, 0.99, 99)
+    sigmas = SAMPLERS[flow.timestep_sampling](flow, torch.zeros(99), uniform, 4096)
+    assert_close(sigmas.sort().values, 3 * uniform / (1 + 2 * uniform), rtol=0, atol=1e-6)
+    assert "min_timestep" in notes["train.max_denoising_steps"].text
+    data["config"]["process"][0]["model"]["arch"] = "flux"
+    note = notes_of(data, "ai-toolkit", here)["train.timestep_type"]
+    assert (note.outcome, "discrete_flow_shift (3.16" in note.text) == ("refused", math.exp(1.15) < 3.165)
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_value_that_does_not_fit_is_not_taken_and_the_rest_is(here: Path, program: str) -> None:
     tables = read_toml(FOLDER / f"{program.lower()}.toml")[0] | {"program": program}
