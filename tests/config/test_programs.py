@@ -835,6 +835,7 @@ def test_lines_on_keys_of_onetrainer_are_true(here: Path) -> None:
     assert refused == {
         "text_encoder.dropout_probability",
         "layer_filter",
+        "concepts.0.image.enable_crop_jitter",
         "layer_filter_preset",
         "quantization.layer_filter",
     }
@@ -852,6 +853,45 @@ def test_lines_on_keys_of_onetrainer_are_true(here: Path) -> None:
         said = refusal(migrate_config, "--save_to", "my.toml", str(write(data, program, here)))
         assert "is not in this version, but lora" in said
         assert not (here / "my.toml").exists()
+
+
+def test_keys_that_onetrainer_saves_with_their_defaults_get_no_line_that_they_are_not_taken(here: Path) -> None:
+    """TrainConfig.default_values, ConceptConfig and SampleConfig: what every saved file has."""
+    part = {
+        "__version": 0,
+        "include": True,
+        "train_embedding": True,
+        "guidance_scale": 1.0,
+        "offload_fraction": 0.0,
+        "stop_training_after": None,
+        "stop_training_after_unit": "NEVER",
+        "gradient_checkpointing": True,
+    }
+    frozen = part | {"train": False, "stop_training_after": 30, "stop_training_after_unit": "EPOCH"}
+    saved = {"__version": 11, "debug_dir": "debug", "tensorboard_port": 6006, "multi_gpu": False, "device_indexes": "",
+             "gradient_reduce_precision": "FLOAT_32_STOCHASTIC", "fused_gradient_reduce": True, "train_device": "cuda",
+             "frames": "25", "loss_weight_fn": "CONSTANT", "loss_weight_strength": 5.0, "huber_strength": 0.0,
+             "huber_delta": 1.0, "vb_loss_strength": 1.0, "ema": "OFF", "ema_update_step_interval": 5,
+             "unmasked_weight": 0.1, "oft_block_size": 32, "lokr_dim": 16, "embedding_weight_dtype": "FLOAT_32",
+             "fallback_train_dtype": "BFLOAT_16", "rolling_backup": False, "rolling_backup_count": 3, "unet": part,
+             "text_encoder": frozen, "vae": part | {"train": True}, "cloud": {"enabled": False, "port": 22},
+             "transformer": part | {"train": True, "weight_dtype": "FLOAT_8"}, "text_encoder_sequence_length": 512,
+             "quantization": {"layer_filter_preset": "full", "svd_dtype": "NONE", "svd_rank": 16},
+             "optimizer": {"optimizer": "ADAMW", "beta1": 0.9, "beta2": 0.999, "fused": True,
+                           "stochastic_rounding": False, "use_cautious": False, "rms_rescaling": True, "d_coef": None},
+             "samples": [{"prompt": "a", "frames": 1, "noise_scheduler": "DDIM", "cfg_scale": 3.5}]}  # fmt: skip
+    text = {"tag_dropout_enable": False, "tag_dropout_mode": "FULL", "caps_randomize_mode": "first"}
+    concept = {"__version": 2, "path": "images", "text": text, "image": {"enable_crop_jitter": False}}
+    mine = one_trainer("QWEN")
+    notes = notes_of(mine | saved | {"concepts": [concept]}, "OneTrainer", here)
+    assert {key for key, note in notes.items() if note.outcome == "refused"} == {"layer_filter", "layer_filter_preset"}
+    notes = notes_of(mine | {"ema": "GPU", "peft_type": "LOKR", "lora_rank": 4, "lokr_dim": 8}, "OneTrainer", here)
+    assert "every update counts" in notes["ema_update_step_interval"].text  # 5 where it is unset
+    assert load_config(["--config_file", "my.toml"]).network.network_dim == 8
+    for mode, rate in (("FULL", None), ("RANDOM", 0.2)):
+        text = {"tag_dropout_enable": True, "tag_dropout_probability": 0.2, "tag_dropout_mode": mode}
+        notes_of(mine | {"concepts": [{"path": "images", "text": text}]}, "OneTrainer", here)
+        assert toml.load("my_dataset.toml")["datasets"][0]["subsets"][0].get("caption_tag_dropout_rate") == rate
 
 
 def test_settings_of_an_optimizer_that_is_not_taken_do_not_reach_another(here: Path) -> None:
