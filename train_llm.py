@@ -11,9 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from library.config.kohya.translate import print_summary
-from library.config.kohya.translation import Note
-from library.config.load import load_for
+from library.config.load import load_and_tell
 from library.config.pretrain_schema import PretrainConfig
 from library.config.scripts import LLM
 from library.errors import exit_on_user_error
@@ -27,10 +25,7 @@ if TYPE_CHECKING:
 @one_of_several
 def main() -> None:
     """Run one training from the command line; a run that was stopped from outside leaves with an exit code."""
-    notes: list[Note] = []
-    config = load_for(LLM, sys.argv[1:], notes)
-    print_summary(notes)
-    if exit_code := train(config).stop_request.exit_code:
+    if exit_code := train(load_and_tell(LLM, sys.argv[1:])).stop_request.exit_code:
         raise SystemExit(exit_code)
 
 

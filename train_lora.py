@@ -10,13 +10,12 @@ The configuration is complete and checked before anything heavy is imported: a w
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from library.config import TrainConfig, load_config
+from library.config import TrainConfig
 from library.config.chat_schema import ChatTrainConfig
-from library.config.kohya.translate import Note, print_summary
-from library.config.load import load_for, names_language_model
-from library.config.scripts import LANGUAGE_LORA
+from library.config.load import load_and_tell, names_language_model
+from library.config.scripts import LANGUAGE_LORA, LORA, Script
 from library.errors import exit_on_user_error
 from library.processes import one_of_several
 
@@ -28,11 +27,8 @@ if TYPE_CHECKING:
 @one_of_several
 def main() -> None:
     """Run one training from the command line; a run that was stopped from outside leaves with an exit code."""
-    notes: list[Note] = []
-    is_chat = names_language_model(sys.argv[1:])
-    config = load_for(LANGUAGE_LORA, sys.argv[1:], notes) if is_chat else load_config(sys.argv[1:], notes)
-    print_summary(notes)
-    if exit_code := train(config).stop_request.exit_code:
+    script: Script[Any] = LANGUAGE_LORA if names_language_model(sys.argv[1:]) else LORA
+    if exit_code := train(load_and_tell(script, sys.argv[1:])).stop_request.exit_code:
         raise SystemExit(exit_code)
 
 

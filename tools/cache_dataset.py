@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
-from library.config import TrainConfig, load_config
-from library.config.kohya.translate import print_summary
-from library.config.kohya.translation import Note
+from library.config import TrainConfig
+from library.config.load import load_and_tell
+from library.config.scripts import LORA
 from library.errors import exit_on_user_error
 from library.processes import one_of_several, watched
 from tools.command import training_tool_parser
@@ -48,10 +48,8 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
 @one_of_several
 def main() -> None:
     """Cache one dataset from the command line."""
-    notes: list[Note] = []
     _, flags = training_tool_parser(__doc__).parse_known_args()
-    config = load_config(flags, notes)
-    print_summary(notes)
+    config = load_and_tell(LORA, flags)
     from library.training.signals import interruptible
 
     with interruptible("what is cached is kept, and the same command goes on from it"):

@@ -15,6 +15,7 @@ taken, and options that contradict each other among those that could be read.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from library.config.kohya.flags import FLAGS
-from library.config.kohya.translate import find_tool, translate
+from library.config.kohya.translate import find_tool, summary, translate
 from library.config.kohya.translation import Note
 from library.config.markers import asks_for_nothing, is_nothing, words_of
 from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES, PATHS
@@ -101,6 +102,15 @@ def load_for(script: Script[Schema], argv: Sequence[str], notes: list[Note] | No
             every problem found is a line of its own, with file, line and key.
     """
     return checked(read_arguments(argv, script), script, notes)
+
+
+def load_and_tell(script: Script[Schema], argv: Sequence[str]) -> Schema:
+    """Return what :func:`load_for` does; its notes are printed, by one process of several."""
+    notes = list[Note]()
+    config = load_for(script, argv, notes)
+    if notes and os.environ.get("RANK", "0") == "0":
+        print(*summary(notes), sep="\n")
+    return config
 
 
 def checked(given: RawConfig, script: Script[Schema], notes: list[Note] | None = None) -> Schema:

@@ -17,7 +17,6 @@ others by ``library.config.kohya.matters``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,12 +75,6 @@ def translate(
 def summary(notes: Sequence[Note]) -> list[str]:
     """Return the notes a person should see when a run starts: all but what is accepted."""
     return [f"note: {note.line()}" for note in notes if note.outcome not in ("same", "accepted")]
-
-
-def print_summary(notes: Sequence[Note]) -> None:
-    """Print them, one process of several."""
-    if notes and os.environ.get("RANK", "0") == "0":
-        print(*summary(notes), sep="\n")
 
 
 def _apply_flag(result: Translation, flag: Flag, known: Known) -> None:
