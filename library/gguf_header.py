@@ -54,7 +54,7 @@ _TYPES: dict[str, Any] = {  # what llama.cpp writes, by the end of the name
 
 
 def read_gguf_metadata(path: str | Path, arrays: bool = True) -> dict[str, Any]:
-    """Return the metadata of a file by name: numbers, strings and lists of them, which are empty without ``arrays``.
+    """Return the metadata of a file by name: numbers, strings and lists; without ``arrays`` long ones are empty.
 
     Raises:
         UserError: as :func:`read_gguf_header`.
@@ -199,8 +199,9 @@ class _Header:
             reached = end
 
     def _array(self, keep: bool) -> list[Any]:
-        """Return an array, or pass over it if it is not to be kept."""
+        """Return an array, or pass over it if it is long and not to be kept."""
         kind, length = self._number("I"), self._number("Q")
+        keep |= length <= (8 if kind == _STRING else 1024)  # which messages show where one value is wanted
         if kind == _STRING:
             if keep:
                 return [self._string() for _ in range(length)]

@@ -40,6 +40,7 @@ def write(path: Path, content: bytes, data: int) -> Path:
 
 F32, Q8_0 = 0, 8
 ALIGNMENT_OF_3 = text("general.alignment") + struct.pack("<II", 4, 3)
+FOURS = struct.pack("<IIQII", 9, 4, 2, 4, 4)  # an array of numbers
 SPLIT = text("split.count") + struct.pack("<IH", 2, 2)
 
 
@@ -62,6 +63,7 @@ SPLIT = text("split.count") + struct.pack("<IH", 2, 2)
         (header([], text("x") + struct.pack("<IIQ", 9, 9, 1), 1), 0, "an array of type 9"),
         (header([], text("x") + struct.pack("<IIQ", 9, 4, 2**62), 1), 0, "it ends within its header"),
         (header([], text("x") + struct.pack("<IIQ", 9, 8, 2**62), 1), 0, "it ends within its header"),
+        (header([], text("general.architecture") + FOURS, 1), 0, r"general.architecture = \[4, 4\], of another type"),
         (header([], struct.pack("<Q", 2**60), 1), 0, "a name or text of"),
         (header([], b"", 2**60), 0, "it ends within its header"),
         (header([], version=1), 0, "GGUF version 1; 2 and 3 are read"),
