@@ -260,6 +260,7 @@ def _validate(
     known = fields(script)
     given = {key: value for key, value in values.items() if not asks_for_nothing(value, known[key][1])}
     values = {key: _at_home(value) if key in PATHS else value for key, value in given.items()}
+    forbidden = [line for key in values if key in PATHS for line in _forbidden(origins.get(key, key), values[key])]
     try:
         config = script.schema.model_validate(_sorted(values, script))
     except ValidationError as error:
@@ -272,12 +273,22 @@ def _validate(
         required = {key: _anything(field.annotation) for key, field in missing.items()}
         fitting = script.schema.model_validate(_sorted(rest | required, script))
         refused, notes = _conflicts(fitting, unfit | set(uncertain), origins)
-        return None, [*problems, *refused], notes
+        return None, [*problems, *forbidden, *refused], notes
     refused, notes = _conflicts(config, uncertain, origins)
     if notes:  # what they are about has its default, so that it has no effect whoever reads it
         without = {note.key for note in notes}
         config = script.schema.model_validate(_sorted({k: v for k, v in values.items() if k not in without}, script))
-    return config, refused, notes
+    return config, [*forbidden, *refused], notes
+
+
+def _forbidden(where: str, value: Any) -> Iterator[str]:
+    """Yield a line for each path of an option that lies in a folder which this user may not look into."""
+    for path in value if isinstance(value, list) else [value]:
+        with suppress(OSError, ValueError):  # what else is wrong with it, who reads it says
+            try:
+                Path(str(path)).stat()
+            except PermissionError as error:
+                yield f"{where}: {path}: cannot be used ({error.strerror}); choose another, or change its permissions"
 
 
 def _at_home(value: Any) -> Any:

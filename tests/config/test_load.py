@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -412,3 +413,17 @@ def test_of_steps_and_epochs_that_are_given_together_a_note_says_that_epochs_win
     (said,) = [line for line in summary(notes) if "max_train_steps" in line]
     assert said.endswith("max_train_steps: has no effect with max_train_epochs, which wins, as in sd-scripts")
     assert config.training.max_train_epochs == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
+@pytest.mark.parametrize("key", sorted(PATHS & fields(LORA).keys() - {"resume"}))
+def test_a_path_that_this_user_may_not_look_at_is_refused_with_its_option(key: str, tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0)
+    path = str(tmp_path / "closed" / "x.safetensors")
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # whom permissions hold for
+    try:
+        lines = _validate({key: [path] if "list" in str(fields(LORA)[key][1].annotation) else path}, {}, (), LORA)[1]
+    finally:
+        os.seteuid(user)
+    assert any(line.startswith(f"{key}: {path}: cannot be used (Permission denied); ") for line in lines), lines

@@ -178,7 +178,7 @@ def test_scalings_in_the_metadata(more: dict[str, Any], scaling: object, tmp_pat
     [
         ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported, only 0"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count = 8 is not supported, only 16"),
-        ({"llama.attention.head_count_kv": [2, 2, 1]}, r"llama.attention.head_count_kv = \[\] is not supported"),
+        ({"llama.attention.head_count_kv": [2, 2, 1]}, r"llama.attention.head_count_kv = \[2, 2, 1\] is not supported"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
         ({"llama.embedding_length": 0}, "is 0; download it again"),
         ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type = 'longrope' is not supported"),
