@@ -554,6 +554,17 @@ def test_sizes_are_near_those_of_ai_toolkit(here: Path, arch: str, steps: int) -
     assert "sizes differ" in notes["datasets.0.enable_bucket"].text
 
 
+@pytest.mark.parametrize("optimizer", ["automagic", "adamw_8bit", "dadaptation", "prodigy8bit"])
+def test_a_rate_goes_over_with_its_optimizer_alone(here: Path, optimizer: str) -> None:
+    """optimizer.py: of Prodigy and D-Adaptation a rate below 0.1 is 1.0, of Automagic where it begins."""
+    data = ai_toolkit({"arch": "flux"})
+    data["config"]["process"][0]["train"] |= {"optimizer": optimizer, "lr": 1e-4}
+    notes = notes_of(data, "ai-toolkit", here)
+    assert notes["train.lr"].outcome == "refused"
+    assert (notes["train.optimizer"].outcome == "refused") == (optimizer != "prodigy8bit")
+    assert "learning_rate" not in toml.load("my.toml")["optimizer"]
+
+
 @pytest.mark.parametrize("kind", ["shift", "flux_shift", "lumina2_shift"])
 def test_ai_toolkits_shifts_are_drawn_as_there_or_the_nearest_is_said(here: Path, kind: str) -> None:
     """custom_flowmatch_sampler.py: even draws, shifted by z_image.py's 3, or by the size; steps count from noise."""
