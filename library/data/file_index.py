@@ -43,7 +43,6 @@ _REDUCED = 256  # pixels a side that a check decodes JPEGs to, several times as 
 
 
 Stats = tuple[int, int, int]  # bytes, mtime_ns, ctime_ns
-UNKNOWN: Stats = (0, 0, 0)
 Read = Callable[[str], Sequence[Any] | None]  # of a file's path: what is to be remembered, None for nothing
 Start = Callable[[int], Callable[[int], None]]  # start(total) -> advance(n)
 
@@ -99,7 +98,7 @@ def list_folder(
         elif others is not None:
             others[name] = _is(entry.is_dir)
         elif not _is(entry.is_dir):
-            files[name] = UNKNOWN
+            files[name] = (0, 0, 0)
     return dict(sorted(files.items()))
 
 

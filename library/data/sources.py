@@ -35,7 +35,7 @@ from library.config.markers import is_nothing
 from library.config.model_types import ConditionKind
 from library.data.captions import MARKS, never_drawn, trigger_is_added
 from library.data.config import Subset, SubsetSettings, refused_condition_keys
-from library.data.file_index import UNKNOWN, FileIndex, SourceFile, Stats, files_inside, list_folder
+from library.data.file_index import FileIndex, SourceFile, Stats, files_inside, list_folder
 from library.data.new_dataset import IMAGE_SUFFIXES
 from library.errors import UserError, counted, did_you_mean, gathering, names_in_short
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text, written_path
@@ -283,7 +283,7 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
                 continue
             path = f"{folder}{os.sep}{beside}"
             found.append(Source(name, image, "", caption_file=path, is_refused=True))  # until it is read
-            caption, more = lines_read(index.caption(path, files.get(beside, UNKNOWN)), subset.settings)
+            caption, more = lines_read(index.caption(path, files.get(beside, (0, 0, 0))), subset.settings)
             if not caption:
                 raise UserError(f"{path}: empty caption; write one, or delete the file to use class_tokens")
             found[-1] = replace(found[-1], caption=caption, more_lines=more, is_refused=False)

@@ -187,8 +187,8 @@ def _is_without_effect(
     where, _, name = key.rpartition(": ")  # of a dataset's key the option that is its default
     tables = [each for each in now.settings if each.startswith("dataset ")]
     acting = _acting(values, {each: now.settings[each] for each in tables})
-    own = {each.rpartition(": ")[2]: now.settings[each] for each in tables if each.rpartition(": ")[0] == where}
-    if name in idle_keys({each: json.loads(_shown(text)) for each, text in own.items()}):
+    own = {each.removeprefix(f"{where}: "): json.loads(_shown(now.settings[each])) for each in tables}
+    if name in idle_keys(own):
         return True
     for mark in fields[name].metadata if name in fields else ():
         if isinstance(mark, OnlyWith) and mark.unmet(values):

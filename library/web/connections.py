@@ -92,9 +92,8 @@ def _protocol(most: int) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             """Answer what is no request; the answer to its beginning, if one is due or under way, goes no further."""
-            if self.cycle and not self.cycle.response_complete:
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
+            if self.cycle:
+                self.cycle.disconnected = True  # who waits for its body hears of it as the connection is lost
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)
             self.transport.close()
