@@ -6,8 +6,6 @@ import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from library.training.checkpoint.state import (
     save_training_state,
     write_state,
 )
-from library.training.run import Run
 
 
 def _parts() -> dict[str, torch.optim.Optimizer]:
@@ -151,17 +148,6 @@ def test_a_damaged_state_is_refused_by_name(tmp_path: Path) -> None:
     saved()
     two = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(2)])
     assert "the saved optimizer does not fit this run" in refusal({"optimizer": two})
-
-
-def test_a_copy_of_a_state_on_another_machine_is_looked_at_there(tmp_path: Path) -> None:
-    folder = tmp_path / "x-state"
-    save_training_state(folder, {"a": torch.ones(1)}, _states(), Position(), "base")
-    whole = (folder / "weights.safetensors").read_bytes()
-    (folder / "weights.safetensors").write_bytes(whole[:-1] + b"!")
-    accelerator = SimpleNamespace(is_local_main_process=True, is_main_process=False)
-    run: Any = SimpleNamespace(task=None, engine=SimpleNamespace(accelerator=accelerator))
-    with pytest.raises(UserError, match=r"weights.safetensors is damaged"):
-        Run._resume(run, str(folder), 1)
 
 
 def test_names_follow_kohyas_pattern(tmp_path: Path) -> None:

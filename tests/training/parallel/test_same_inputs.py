@@ -158,6 +158,7 @@ def test_another_model_conversation_or_corpus_is_named(base: Path, tmp_path: Pat
 def in_own_folder(train: Callable[[list[str]], object], flags: list[str], folders: list[Path]) -> None:
     """Train where "out" is another folder for each process, as on machines with disks of their own."""
     os.chdir(folders[int(os.environ["RANK"])])
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     train(flags)
 
 
@@ -166,6 +167,7 @@ def test_processes_resume_the_same_state_or_say_which_differs(base: Path, tmp_pa
     for name, more in {"one": {}, "longer": {"max_train_steps": 3}, "other": {"seed": 9}}.items():
         run(base, data, tmp_path / name / "out", **settings | more)
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    flip(shutil.copytree(tmp_path / "one", tmp_path / "damaged") / "out" / "lora-state" / "weights.safetensors")
     (tmp_path / "none").mkdir()
     states = {name: tmp_path / name / "out" / "lora-state" for name in ("one", "copy", "longer", "other")}
     cases: list[tuple[object, object, str]] = [
@@ -184,6 +186,7 @@ def test_processes_resume_the_same_state_or_say_which_differs(base: Path, tmp_pa
         jobs.append((f"{number}", by_rank, (train_flags, flags)))
     copies = {"longer": "out/lora-state is at step 3 (checksum ", "other": "out/lora-state is at step 2 (checksum "}
     copies |= {"none": "process 1: resume: out/lora-state is not a training state", "copy": ""}
+    copies["damaged"] = "process 1: resume: out/lora-state/weights.safetensors is damaged"
     for name in copies:
         flags = arguments(base, data, Path("out"), **common, resume="auto")
         jobs.append((name, in_own_folder, (train_flags, flags, [tmp_path / "one", tmp_path / name])))
