@@ -178,6 +178,62 @@ def _left_out(entry: Sequence[str], rows: Mapping[str, Any], given: Mapping[str,
     return found
 
 
+class _Found:
+    """What the keys of one table mean, as far as they are translated; ``where`` stands before them in notes."""
+
+    def __init__(self, where: str, given: Mapping[str, Any], notes: list[Note]) -> None:
+        self.where, self.given, self.notes = where, given, notes
+        self.values: dict[str, Any] = {}  # in Tandem's keys
+        self._sources: dict[str, str] = {}  # key here -> the given one that it is from
+        self._prompts: dict[str, str] = {}  # number -> prompt
+        self._options = defaultdict[str, list[list[str]]](list)  # of a prompt's number, "": of all; what each may be
+
+    def put(self, key: str, row: Mapping[str, Any], meant: Mapping[str, Any]) -> None:
+        """Take what ``key`` means; of two given keys for one here the later counts, and of two items with one name."""
+        for to, one in meant.items():
+            items = one if isinstance(one, list) else [one]
+            if to == "sample_prompts":
+                self._prompts |= {_number(key) or str(i): str(prompt) for i, prompt in enumerate(items)}
+            elif to in _LISTS:
+                named = {str(item).split("=")[0]: item for item in [*self.values.get(to, ()), *items]}
+                self.values[to] = list(named.values())
+            else:
+                self.values[to] = one
+                self._replace(self._sources.get(to) if "to" in row and key in self.given else None, to, key)
+            if "to" in row and key in self.given:
+                self._sources[to] = self.where + key
+
+    def _replace(self, former: str | None, to: str, key: str) -> None:
+        """Let ``key`` count for ``to`` in the notes, and neither ``former`` nor the default."""
+        default = (self.where + to, "default")
+        kept = [note for note in self.notes if note.key != former and (note.key, note.outcome) != default]
+        said = [Note(former, "left out", f"{self.where}{key} is set too and counts")] if former else []
+        self.notes[:] = kept + said
+
+    def put_option(self, key: str, option: str, value: Any) -> None:
+        """Take what stands after the prompt that ``key`` is of, or after all; of several sides each is painted."""
+        choices = str(value).split(",") if "{1}" in option else [value]
+        self._options[_number(key)].append([_formatted(option, one) for one in choices])
+
+    def tell(self, key: str, outcome: Outcome, text: str, meant: Mapping[str, Any], unset: str) -> None:
+        """Add the note on ``key``; ``unset``: what holds where it is not given."""
+        if key in self.given:
+            self.notes.append(Note(self.where + key, outcome, text, to=self.where + next(iter(meant), "")))
+            return
+        differs = "".join(text.partition("; ")[1:])
+        self.notes.extend(Note(self.where + to, "default", f"{key} is unset, so {unset}{differs}") for to in meant)
+        if outcome == "refused":
+            self.notes.append(Note(self.where + key, outcome, f"{text} ({key} is unset, so {unset})"))
+
+    def write_prompts(self, flags: Mapping[str, str]) -> None:
+        """Put the prompts with their options among the values; ``flags``: what options within them are called here."""
+        kind = MODEL_TYPES.get(str(self.values.get("model_type")))
+        guidance, options = "--g " if kind is None or kind.takes_guidance else "--l ", self._options
+        lines = [_prompt_lines(one, options[""] + options[n], flags, guidance) for n, one in self._prompts.items()]
+        if lines:
+            self.values["sample_prompts"] = [line for several in lines for line in several]
+
+
 def _translate_keys(
     tables: Mapping[str, Any], part: str, given: Mapping[str, Any], notes: list[Note], where: str = ""
 ) -> dict[str, Any]:
@@ -193,66 +249,33 @@ def _translate_keys(
     given = {key: value for key, value in given.items() if key not in gone}
     if where and not given:
         return {}
-    values: dict[str, Any] = {}
-    prompts: dict[str, str] = {}
-    options: dict[str, list[list[str]]] = defaultdict(list)  # of a prompt's number; "": of all; each what it may be
-    sources: dict[str, str] = {}
-    untaken: list[str] = []
+    found, untaken = _Found(where, given, notes), set[str]()
     by, order = tables.get("by", {}), list(rows)  # of two keys with one meaning the later row counts
     both = {key: row["default"] for key, row in rows.items() if "default" in row} | outer | given
     both |= {key: both[row["like"]] for key, row in rows.items() if row.get("like") in both and key not in given}
     for key in sorted(both, key=lambda key: (key in given, order.index(key) if key in rows else len(order))):
-        general, number = _general(key), "".join(re.findall(r"\.(\d+)(?=\.|$)", key)[:1])
+        general, value = _general(key), both[key]
         named = (f"{general}@{_word(both.get(by.get(key)))}", general, f"{general.partition('.')[0]}.*")
         row: Mapping[str, Any] = next((rows[one] for one in named if one in rows), {})
-        outcome, text, meant = _meaning(row, both[key], both)
+        outcome, text, meant = _meaning(row, value, both)
         lost = [other for other in (by.get(key), *row.get("when", ())) if other in untaken]
         fitting = {to: one for to, one in meant.items() if to not in _LISTS} if part == "training" else {}
-        if lost and both[key] not in (None, False):
+        if lost and value not in (None, False):
             outcome, text, meant = "refused", f"not taken: {lost[0]}, which says what it means, is not", {}
         elif unfit := fitting and misfits(fitting):
             outcome, text, meant = "refused", f"not taken: {'; '.join(unfit)}", {}
+        chosen = [one for one in by if by[one] == key and f"{one}@{_word(value)}" in rows]
         if outcome == "refused" and "values" in row:
-            untaken.append(key)
-        chosen = [one for one in by if by[one] == key and f"{one}@{_word(both[key])}" in rows]
-        if outcome == "refused" and chosen and "values" not in row:
+            untaken.add(key)
+        elif outcome == "refused" and chosen:
             outcome, text = "accepted", f"says how {chosen[0]} is meant"
         if "option" in row and outcome == "renamed":
-            several = str(both[key]).split(",") if "{1}" in row["option"] else [both[key]]
-            options[number].append([_formatted(row["option"], one) for one in several])
-        for to, one in meant.items():
-            several = one if isinstance(one, list) else [one]
-            if to == "sample_prompts":
-                prompts |= {number or str(i): str(prompt) for i, prompt in enumerate(several)}
-                continue
-            if to in _LISTS:  # of two items with one name the later counts
-                one = list({str(item).split("=")[0]: item for item in [*values.get(to, ()), *several]}.values())
-            values[to] = one
-            replaced = sources.get(to) if "to" in row and to not in _LISTS and key in given else None
-            notes[:] = [
-                note
-                for note in notes
-                if note.key != replaced and (to in _LISTS or (note.key, note.outcome) != (where + to, "default"))
-            ]
-            if replaced:
-                notes.append(Note(replaced, "left out", f"{where}{key} is set too and counts"))
-            if "to" in row and key in given:
-                sources[to] = where + key
-        if key in given:
-            notes.append(Note(where + key, outcome, text, to=where + next(iter(meant), "")))
-        else:
-            whose = "as outside the dataset" if key in outer else f"the default of {tables['program']}"
-            source = f"{key} is unset, so {_word(both[key])}, {whose}"
-            differs = "".join(text.partition("; ")[1:])
-            notes.extend(Note(where + to, "default", source + differs) for to in meant)
-            if outcome == "refused":
-                notes.append(Note(where + key, outcome, f"{text} ({source})"))
-    if prompts:
-        kind = MODEL_TYPES.get(str(values.get("model_type")))
-        guidance, flags = "--g " if kind is None or kind.takes_guidance else "--l ", tables.get("flags", {})
-        lines = [_prompt_lines(prompt, options[""] + options[n], flags, guidance) for n, prompt in prompts.items()]
-        values["sample_prompts"] = [line for several in lines for line in several]
-    return values
+            found.put_option(key, row["option"], value)
+        found.put(key, row, meant)
+        whose = "as outside the dataset" if key in outer else f"the default of {tables['program']}"
+        found.tell(key, outcome, text, meant, f"{_word(value)}, {whose}")
+    found.write_prompts(tables.get("flags", {}))
+    return found.values
 
 
 def _prompt_lines(prompt: str, options: list[list[str]], flags: Mapping[str, str], guidance: str) -> list[str]:
@@ -316,3 +339,8 @@ def _word(value: Any) -> str:
 
 def _general(key: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", key)
+
+
+def _number(key: str) -> str:
+    """Return the first number on a key's path, empty without one."""
+    return "".join(re.findall(r"\.(\d+)(?=\.|$)", key)[:1])
