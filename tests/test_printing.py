@@ -116,6 +116,8 @@ def test_no_tool_lets_a_file_steer_the_terminal(tool: str, tmp_path: Path) -> No
     save_file({f"{HOSTILE}\nfake line.lora_A.weight": torch.ones(2, 2)}, lora, {HOSTILE: f"{HOSTILE}\nx"})
     (tmp_path / "images").mkdir()
     Image.new("RGB", (64, 64)).save(tmp_path / "images" / f"{HOSTILE}\nfake line.png")
+    Image.new("RGB", (64, 64)).save(tmp_path / "images/captioned.png")
+    (tmp_path / "images/captioned.caption").write_text("a caption")
     dataset = tmp_path / "d.toml"
     dataset.write_text("[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'images'\n", encoding="utf-8")
     words = {

@@ -16,6 +16,7 @@ own turn. New ones get the numbers after the last token; ``added_tokens.json`` b
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 import shutil
@@ -29,7 +30,6 @@ import tiktoken
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from library.data.file_index import content_hash
 from library.errors import UserError
 from library.files import atomic_path, read_json, write_text
 
@@ -112,7 +112,8 @@ class Tokenizer(ABC):
         """
         texts = [self.decode([number]) for number in range(self.vocab_size)]
         numbers = self.encode("\n".join([*texts, *map(chr, range(1, 0xD800, 61))]))
-        return content_hash(repr((sorted(self.special.items()), self.bos, self.eos, texts, numbers)).encode())
+        known = repr((sorted(self.special.items()), self.bos, self.eos, texts, numbers))
+        return hashlib.sha256(known.encode()).hexdigest()[:32]
 
     def _find_ends(self) -> None:
         self.bos = next((self.special[name] for name in _FIRST if name in self.special), None)

@@ -225,7 +225,7 @@ def test_they_are_inherited_and_the_nearest_of_both_keys_counts(folder: Path) ->
     [
         ("resolution = 64\nresolutions = [64]", "dataset 1: resolution and resolutions both say at which size"),
         ("resolutions = [64, 96, 64]", ": resolutions: 64x64 stands there twice; keep one"),
-        ("resolutions = []", "resolutions = []: should be a list, each entry a number of pixels or [width, height]"),
+        ("resolutions = []", "no resolution; write e.g. resolution = 1024 below [[datasets]]"),
         ("resolutions = 64", "resolutions = 64: should be a list, each entry a number of pixels or [width, height]"),
         ("resolutions = ['64']", "resolutions = ['64']: should be a list, each entry a number of pixels"),
     ],
