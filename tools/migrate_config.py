@@ -51,7 +51,7 @@ answer_early(__name__, arguments)
 
 import toml
 
-from library.data.config import DATASET_KEYS, DatasetSettings, SubsetSettings, check_value, dataset_value
+from library.data.config import DATASET_KEYS, FIELDS, check_value, dataset_value
 from library.models.registry import lora_targets
 from library.training.optim.factory import check_optimizer
 from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
@@ -131,7 +131,7 @@ def _save_datasets(found: Translated, save_to: Path, path: Path, overwrite: bool
                 check_value("", key, taken[key])
             except UserError:
                 taken.pop(key, None)
-                usual = (DatasetSettings.model_fields | SubsetSettings.model_fields)[key].get_default()
+                usual = FIELDS[key].get_default()
                 follows = "" if usual is None else f"; it is {usual!r}"
                 given = next((note.key for note in found.dataset_notes if note.to == where + key), where + key)
                 notes = [note for note in found.dataset_notes if where + key not in (note.to, note.key)]

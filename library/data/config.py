@@ -141,10 +141,12 @@ class DatasetSettings(_Table):
     cache_directory: str | None = None
 
 
+FIELDS = DatasetSettings.model_fields | SubsetSettings.model_fields  # no key is in both
+
+
 def idle_keys(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys of a dataset's or subset's table without effect beside its others, and the reason of each."""
-    fields = SubsetSettings.model_fields | DatasetSettings.model_fields
-    marks = ((key, mark) for key in values if key in fields for mark in fields[key].metadata)
+    marks = ((key, mark) for key in values if key in FIELDS for mark in FIELDS[key].metadata)
     return {key: mark.reason(values) for key, mark in marks if isinstance(mark, OnlyWith) and mark.unmet(values)}
 
 
@@ -154,7 +156,6 @@ SUBSET_ONLY = frozenset(
 _RESOLUTIONS = frozenset({"resolution", "resolutions"})
 SUBSET_KEYS = frozenset(SubsetSettings.model_fields)
 DATASET_KEYS = frozenset(DatasetSettings.model_fields)
-_FIELDS = DatasetSettings.model_fields | SubsetSettings.model_fields
 BUCKET_SIZE_KEYS = frozenset({"bucket_reso_steps", "min_bucket_reso", "max_bucket_reso"})
 BucketRule = Literal["tandem", "kohya", "musubi"] | None  # None: no buckets
 _MUSUBI_SOURCES = frozenset({"image_directory", "image_jsonl_file"})
@@ -314,7 +315,7 @@ def dataset_value(key: str, value: Any) -> Any:
     Raises:
         UserError: it does not fit.
     """
-    field = _FIELDS.get(key)
+    field = FIELDS.get(key)
     if key == "resolution" and isinstance(value, str):
         sides = [int(side) for side in value.split(",") if side.strip().isdigit()]
         return sides[0] if len(sides) == 1 else sides
@@ -536,7 +537,7 @@ def _checked(
 
 def _leaves_unset(key: str, value: Any) -> bool:
     """Whether a value that does not fit a key asks for nothing, as the key's default does."""
-    return is_nothing(value) and is_nothing(_FIELDS[key].get_default())
+    return is_nothing(value) and is_nothing(FIELDS[key].get_default())
 
 
 def _check_key(where: str, written: str, key: str, is_subset: bool, takes_files: bool) -> None:

@@ -20,7 +20,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from library.accelerator import is_model_parallel
 from library.errors import UserError, error_prefix
@@ -99,7 +98,8 @@ class Run:
             UserError: on every process: another run has the folder, it cannot be written to, holds another result, or
                 only damaged states; the processes have different ones.
         """
-        accelerator, resume, state = self.engine.accelerator, self.config.training.resume, cast(str | None, None)
+        accelerator, resume = self.engine.accelerator, self.config.training.resume
+        state: str | None = None
         say = partial(self.task.console.print, soft_wrap=True)
         lock = FolderLock(self.names.folder, self.names.name)
         try:

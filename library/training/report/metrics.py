@@ -63,10 +63,14 @@ class MetricsStream:
             steps = {line: record["step"] for line in lines if (record := parse_line(line))}
             damaged = sum(line not in steps and line not in (b"", torn if torn[:1] == b"{" else b"") for line in lines)
             if damaged:
-                with atomic_path(path.with_name(f"metrics.damaged-{checksum(path)}.jsonl")) as kept:
-                    shutil.copyfile(path, kept)
-                print(f"warning: {path}: {counted(damaged, 'line')} cannot be read and left out; the file as it was is "
-                      f"kept as metrics.damaged-{checksum(path)}.jsonl", file=sys.stderr)  # fmt: skip
+                kept = path.with_name(f"metrics.damaged-{checksum(path)}.jsonl")
+                with atomic_path(kept) as copy:
+                    shutil.copyfile(path, copy)
+                count = counted(damaged, "line")
+                print(
+                    f"warning: {path}: {count} cannot be read and left out; the file as it was is kept as {kept.name}",
+                    file=sys.stderr,
+                )
             remaining = [line for line in lines if steps.get(line, math.inf) <= resume_step]
             with atomic_path(path) as file:
                 file.write_bytes(b"".join(line + b"\n" for line in remaining))
