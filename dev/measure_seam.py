@@ -37,10 +37,11 @@ from rich.console import Console
 from bench.tiny_runs import MODEL, lora_weights, models_with, run, train_lora
 from library.config.model_types import Blank
 from library.errors import exit_on_user_error
-from library.fidelity.border import LIMITS, STEP_8BIT, interval, judge_border
+from library.fidelity.border import LIMITS, STEP_8BIT, judge_border
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployed import parse_deployment
 from library.fidelity.differences import border_errors_of, mask_in_pixels, relative_error
+from library.fidelity.intervals import interval
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
 from library.fidelity.serving import REFERENCE, Variant
 from library.files import read_text, write_text

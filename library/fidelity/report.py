@@ -101,9 +101,11 @@ class Report:
         return {heading: [*map(as_sentence, filter(None, lines))] for heading, lines in found.items() if any(lines)}
 
     def lines(self) -> list[str]:
-        """Return the same for a terminal, a line a sentence; the first is what to look at first."""
-        lines = [self.verdict.headline, self.in_short]
-        for heading, (first, *others) in self.sections().items():
+        """Return the same for a terminal, a line a sentence, and what the page has behind a click."""
+        lines, sections = [self.verdict.headline, self.in_short], self.sections()
+        if self.verdict.border:
+            sections["The border"].append(self.verdict.border.details())
+        for heading, (first, *others) in sections.items():
             lines += [f"{heading}: {first}", *(f"  {sentence}" for sentence in others)]
         return lines
 

@@ -33,9 +33,9 @@ from library.data.buckets import cover
 from library.data.cache import load_pixels
 from library.data.images import decode, to_image, to_pixels
 from library.errors import UserError, counted, did_you_mean
-from library.fidelity.border import interval
 from library.fidelity.calibration import Calibration
 from library.fidelity.conditioning import give
+from library.fidelity.intervals import interval
 from library.fidelity.runs import EvalSet, Outcome, batched, conditions_of, run_variant
 from library.fidelity.serving import REFERENCE, Models, Served, Variant
 from library.files import read_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from PIL import Image, ImageFilter
 from torch import Tensor
 
 from library.data.cache import Pixels
-from library.fidelity.border import LIMITS, STEP_8BIT, Border, interval, judge_border, white_noise
+from library.fidelity.border import LIMITS, STEP_8BIT, Border, BorderFigure, judge_border, white_noise
 from library.fidelity.conditioning import black_region, blur, change_mask, give, grow, round_latents, snap
+from library.fidelity.intervals import images_to_tell, interval, ratio_interval
 from library.fidelity.serving import REFERENCE, Variant
 from library.precision.parity.seam import regions
 
@@ -58,8 +60,8 @@ def test_noise_eight_times_as_strong_along_the_border_is_worse_by_eight() -> Non
     assert figures["ring outside"].times == pytest.approx(8, rel=0.03)
     # the interior's outermost pixels have the ring's in their 3 x 3 mean: a little of the grain is theirs
     assert 6.5 < figures["grain inside"].times < 8.2
-    sentence = found.sentence()
-    assert sentence.startswith("The border is worse, and the error there is 6")  # 64 of 255 steps
+    assert found.sentence().startswith("The border is worse, and the error there is 6")  # 64 of 255 steps
+    sentence = found.details()
     for figure in found.figures:
         shown = f"{figure.times:.2f} times [{figure.low:.2f} to {figure.high:.2f}], limit {figure.limit:g}"
         assert (shown in sentence) == figure.decides
@@ -69,7 +71,7 @@ def test_white_noise_is_never_worse() -> None:
     for seed in range(20):
         found = judged(8, lambda error, mask, seed=seed: error + noise(50 + seed))
         assert {figure.name for figure in found.figures} == set(LIMITS)
-        assert found.state == "as usual", seed
+        assert found.state == "not worse", seed
         assert all(figure.times == pytest.approx(1, abs=0.1) for figure in found.figures), seed
 
 
@@ -88,10 +90,50 @@ def test_each_side_decides_for_itself(side: str) -> None:
 @pytest.mark.parametrize("images", [1, 2])
 def test_few_images_say_that_they_cannot_say(images: int) -> None:
     found = judged(images, lambda error, mask: rim(error, mask, 8))
-    assert found.state == "unknown"
+    assert found.state == "cannot tell"
     assert f"{images} image" in found.sentence()
     assert "cannot tell whether the border is worse" in found.sentence()
     assert all(math.isnan(figure.low) == (images == 1) for figure in found.figures)
+
+
+def figures(times: float, low: float, high: float) -> tuple[BorderFigure, ...]:
+    return tuple(BorderFigure(name, times, 1.0, times, low, high, ()) for name in LIMITS)
+
+
+def test_an_interval_that_crosses_its_limit_is_never_worded_as_yes_or_no() -> None:
+    random = np.random.default_rng(3)
+    states = set()
+    for _ in range(300):
+        times, width = np.exp(random.normal(0.3, 0.4)), np.exp(random.exponential(0.5))
+        found = Border(figures(times, times / width, times * width), int(random.integers(1, 20)), 9.0, 0.0)
+        crossed = all(each.low <= each.limit <= each.high for each in found.figures)
+        states.add(found.state)
+        assert ("border is worse, and" in found.sentence()) == (found.state == "worse")
+        assert ("not worse" in found.sentence()) == (found.state == "not worse")
+        if crossed or found.images < 3:
+            assert found.state == "cannot tell"
+            assert re.search(r"(about|more than) \d+ images|8 or more images", found.sentence())
+    assert states == {"worse", "not worse", "cannot tell"}
+
+
+def test_so_many_images_as_are_asked_for_would_tell() -> None:
+    """Normal numbers, of which the interval is as wide as 1 / sqrt(n): with the number that is named it is clear."""
+    values = 0.3 + torch.randn(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    low, high = interval(values)
+    middle = float(values.mean())
+    assert low < 0 < high
+    wanted = int(images_to_tell(8, middle, low, high, 0.0).split()[1])
+    width = (middle - low) * math.sqrt(8 / wanted)
+    assert middle - width >= 0 > middle - width * math.sqrt(2)  # and half as many would not
+    assert images_to_tell(8, 1.0, 0.5, 1.5, 1.0) == "more than 300 images"
+    assert images_to_tell(1, 1.0, math.nan, math.nan, 2.0) == "8 or more images"
+
+
+def test_the_interval_of_a_ratio_is_that_of_sums() -> None:
+    assert ratio_interval([2.0, 6.0, 4.0], [1.0, 3.0, 2.0]) == (2, 2)
+    low, high = ratio_interval([1.0, 0.0], [1.0, 1.0])
+    assert (low, high) == (0, 1)
+    assert all(math.isnan(end) for end in ratio_interval([1.0], [1.0]))
 
 
 def test_what_saving_in_8_bits_rounds_away_does_not_decide() -> None:
@@ -101,7 +143,7 @@ def test_what_saving_in_8_bits_rounds_away_does_not_decide() -> None:
         ring = regions(mask, 8)
         return torch.where(ring.inside | ring.outside, error, torch.zeros(()))
 
-    assert judged(8, only_the_ring, size=0.2 * STEP_8BIT).state == "as usual"
+    assert judged(8, only_the_ring, size=0.2 * STEP_8BIT).state == "not worse"
     assert judged(8, only_the_ring, size=0.9 * STEP_8BIT).state == "invisible"
     seen = judged(8, only_the_ring, size=6 * STEP_8BIT)
     assert seen.state == "worse"

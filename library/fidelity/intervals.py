@@ -1,0 +1,57 @@
+"""What can be said of few images: intervals by resampling them, and the three answers that an interval gives.
+
+An interval that lies on one side of a limit proves that side. One that crosses the limit proves nothing: that is said,
+and never worded as a no, with the number of images that would tell. An interval is as wide as 1/sqrt(images).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from library.randomness import generator
+
+LEAST_IMAGES = 3  # of two the interval is from the one to the other, and both may be odd
+_RESAMPLES = 4000
+_ROUND = (8, 10, 12, 16, 20, 30, 40, 60, 80, 100, 150, 200, 300)
+Side = Literal["above", "below", "open"]
+
+
+def interval(values: Tensor, share: float = 0.95) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of the mean of ``values`` [n]; NaN for fewer than two."""
+    return ratio_interval(values.tolist(), [1.0] * len(values), share)
+
+
+def ratio_interval(parts: Sequence[float], wholes: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """Return the same of sum(parts) / sum(wholes), a pair an image; NaN where there is nothing to divide by."""
+    if len(parts) < 2:
+        return math.nan, math.nan
+    chosen = torch.randint(len(parts), (_RESAMPLES, len(parts)), generator=generator("bootstrap", len(parts)))
+    part, whole = (torch.tensor(values, dtype=torch.float64)[chosen].sum(1) for values in (parts, wholes))
+    ends = torch.tensor([(1 - share) / 2, (1 + share) / 2], dtype=torch.float64)
+    low, high = (part / whole).quantile(ends).tolist()
+    return low, high
+
+
+def side(low: float, high: float, limit: float) -> Side:
+    """Return on which side of ``limit`` an interval lies; open where it has both, or there is none (NaN)."""
+    return "above" if low > limit else "below" if high < limit else "open"
+
+
+def images_to_tell(images: int, middle: float, low: float, high: float, limit: float) -> str:
+    """Return how many images would tell on which side of ``limit`` the truth is, in words.
+
+    Args:
+        images: that the interval is of. middle: the figure. low, high: its interval.
+        limit: what it has to be told from.
+    """
+    if images < LEAST_IMAGES or math.isnan(low):
+        return f"{_ROUND[0]} or more images"
+    width, distance = (high - middle if middle < limit else middle - low), abs(middle - limit)
+    wanted = images * (width / distance) ** 2 if distance else math.inf
+    found = next((number for number in _ROUND if number >= max(wanted, images + 1)), None)
+    return f"about {found} images" if found else f"more than {_ROUND[-1]} images"
