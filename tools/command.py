@@ -19,7 +19,7 @@ from library.config.chat_schema import LANGUAGE_MODELS
 from library.config.family_defaults import family_defaults
 from library.config.load import Parser
 from library.config.markers import MOST, MOST_GUIDANCE, MOST_SEED, MOST_STRENGTH, words_of
-from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
+from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS, MODEL_TYPES
 from library.config.schema import ModelConfig, PrecisionConfig, SavingConfig
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
@@ -237,20 +237,30 @@ def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_ty
 
 
 def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPlan:
-    """Return what the flags of :func:`add_calibration` say for ``model``."""
-    from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
+    """Return what the flags of :func:`add_calibration` say for ``model``, and the LoRAs' files of their training."""
+    from library.fidelity.calibration import CalibrationOptions, CalibrationPlan, TrainedLora
 
     device, dtype = device_and_dtype(options.mixed_precision)
     config, scale = model_config(options, model), options.guidance_scale
+    loras = getattr(options, "lora", None) or []
+    loras = [lora_source(str(each)).path for each in ([loras] if isinstance(loras, Path) else loras)]
+    trained, row = TrainedLora.read(loras), MODEL_TYPES[config.model_type]
+    if trained.said.t5_tokens and "t5xxl" in row.files:
+        config = config.model_copy(update={"t5xxl_max_token_length": trained.said.t5_tokens})
+    if scale is None:
+        usual, told = family_defaults(config.model_type), trained.said.guidance
+        chosen = row.takes_guidance and told not in (None, usual["guidance_scale"])
+        scale = told if chosen else usual.get("sample_guidance", 1.0)
     calibration = CalibrationOptions(
         dataset_config=options.dataset_config,
         images=options.calibration_images,
         sigmas=tuple(options.calibration_sigmas),
         seed=options.seed,
-        guidance_scale=family_defaults(config.model_type).get("sample_guidance", 1.0) if scale is None else scale,
+        guidance_scale=scale,
         masked_loss=options.masked_loss,
         cache_directory=options.cache_directory,
         statistics_gb=options.statistics_gb,
+        trained=trained,
     )
     return CalibrationPlan(config, calibration, dtype, device)
 

@@ -44,6 +44,7 @@ from tools.command import (
     whole,
 )
 
+FLAGS = {"blank": "blank", "guidance": "deploy_guidance", "text": "deploy_t5_tokens"}
 TEXT_FILES = ("clip_l", "t5xxl", "text_encoder")
 
 
@@ -214,6 +215,7 @@ answer_early(__name__, lambda: parser().parse_args())
 
 import torch
 
+from library.fidelity.conditioning import as_program_gives
 from library.fidelity.deployed import DeployedWeights, parse_deployment
 from library.fidelity.distilled import compare_distilled
 from library.fidelity.fixes import FixOptions, fix_table, try_fixes
@@ -374,6 +376,11 @@ def main() -> None:
     if options.fix is not None:
         _check_fix(options)
     calibration = plan.prepare(console)
+    given = as_program_gives(models, variant, calibration)
+    for cause in given.changes().keys() - variant.changes().keys():
+        says = f"{models.server.words}: by itself it gives {models.words(cause, getattr(given, cause))}"
+        console.print(f"note: {says} of training; --{FLAGS[cause]} says what yours does")
+    variant = given
     report = measure(
         models,
         [(replace(variant, merge=each.how), each) for each in merges] or [(variant, None)],

@@ -231,6 +231,22 @@ class DatasetConfig:
     conditioning: ConditionKind = "none"
     overridden: tuple[str, ...] = ()
 
+    @property
+    def inpaint_blanks(self) -> tuple[Blank, ...]:
+        """What a fill model's regions are blanked with, in the order of the subsets, each once; else empty."""
+        subsets = (subset for dataset in self.datasets for subset in dataset.subsets)
+        return tuple(dict.fromkeys(subset.inpainting.blank for subset in subsets if subset.inpainting is not None))
+
+    def blanked_with(self, blank: Blank) -> DatasetConfig:
+        """Return the dataset with all regions blanked with ``blank``."""
+
+        def changed(subset: Subset) -> Subset:
+            masks = subset.inpainting
+            return subset if masks is None else replace(subset, inpainting=replace(masks, blank=blank))
+
+        datasets = (replace(each, subsets=tuple(map(changed, each.subsets))) for each in self.datasets)
+        return replace(self, datasets=tuple(datasets))
+
 
 @dataclass(frozen=True)
 class _File:

@@ -242,9 +242,8 @@ class TrainingData:
 
     @property
     def inpaint_blanks(self) -> tuple[Blank, ...]:
-        """What a fill model's regions are blanked with, in the order of the subsets, each once; else empty."""
-        subsets = (subset for dataset in self.config.datasets for subset in dataset.subsets)
-        return tuple(dict.fromkeys(subset.inpainting.blank for subset in subsets if subset.inpainting is not None))
+        """As :attr:`DatasetConfig.inpaint_blanks`."""
+        return self.config.inpaint_blanks
 
     @property
     def has_regions(self) -> bool:

@@ -4,33 +4,72 @@ Images, captions, latents and conditions come through the code and the caches of
 functions of (seed, image), and the forward pass is the family's: what is collected is what training and sampling see.
 Each image is one batch at each noise level. The last quarter of the images is held out: fits are made on the others,
 and judged on these.
+
+The conditions are those of training: what regions are blanked with, guidance, T5's tokens. They stand in the LoRA's
+file, the blank in the dataset too. Where the two contradict each other the LoRA's file counts: the dataset may be
+another one. A guidance-distilled model is trained at one guidance and sampled at another (FLUX.1: 1 and 3.5), so a
+recorded guidance is a condition only where somebody chose one that is not the family's. A sampler's shift does not
+follow from that of training's noise levels: it is the one of the model's scheduler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from library.config.family_defaults import family_defaults
 from library.config.schema import DatasetArguments, ModelConfig
 from library.console import Console
 from library.data.batches import Batch, ItemSource, collate
-from library.data.config import load_dataset_config
+from library.data.config import DatasetConfig, load_dataset_config
 from library.data.dataset import TrainingData, build_dataset, check_masks
 from library.errors import UserError, counted
 from library.models.family import Family
 from library.models.family_by_name import model_family
 from library.precision.parity.activations import Forward, LayerInputs, collect_inputs
 from library.randomness import generator
+from library.safetensors_io import read_entries
 from library.training.flow import add_noise, noise_for
 from library.training.report.progress import counting
+from networks.files.metadata import TrainedOn, trained_on, weight_file
 
 SIGMAS = (0.95, 0.75, 0.5, 0.25)  # from the sketch to the details; the tokens of one image differ more than these
 IMAGES = 8
+
+
+@dataclass(frozen=True)
+class TrainedLora:
+    """What LoRAs' files say of their training, each thing by the first that says it; ``names``: of the files."""
+
+    said: TrainedOn = field(default_factory=TrainedOn)
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, paths: Sequence[Path]) -> TrainedLora:
+        """Return what the files ``paths`` say; their headers are read."""
+        found = [trained_on(read_entries([weight_file(path)])[1]) for path in paths]
+        first = {name: next((v for each in found if (v := getattr(each, name))), None) for name in vars(TrainedOn())}
+        return cls(TrainedOn(**first | {"blanks": first["blanks"] or ()}), tuple(path.name for path in paths))
+
+    def blanked(self, dataset: DatasetConfig) -> tuple[DatasetConfig, str]:
+        """Return ``dataset`` blanked as in training, and a line where that is in doubt."""
+        blanks, known = dataset.inpaint_blanks, self.said.blanks
+        if not self.names or not blanks or {*blanks} <= {*known}:
+            return dataset, ""
+        own, names, file = " and ".join(blanks), ", ".join(self.names), dataset.path.name
+        if not known:
+            text = (
+                f"note: {names}: not said what regions were blanked with in training; {own} is taken, as {file} has it"
+            )
+            return dataset, text
+        text = f"note: {file} blanks regions with {own}, the LoRA was trained on {' and '.join(known)} ({names})"
+        return dataset.blanked_with(known[0]), f"{text}; {known[0]} is taken: the LoRA's own record counts"
 
 
 @dataclass(frozen=True)
@@ -46,6 +85,7 @@ class CalibrationOptions:
         masked_loss: the dataset has loss masks; as in training it must be said.
         cache_directory: of latents and text; None for the place beside the images.
         statistics_gb: memory for the layers' statistics; with less the model runs more often.
+        trained: what the LoRAs say of their training.
     """
 
     dataset_config: str
@@ -56,6 +96,7 @@ class CalibrationOptions:
     masked_loss: bool = False
     cache_directory: str | None = None
     statistics_gb: float = 4.0
+    trained: TrainedLora = field(default_factory=TrainedLora)
 
 
 @dataclass(frozen=True)
@@ -83,6 +124,15 @@ class CalibrationPlan:
         text_encoder = family.load_text_encoder(self.dtype, self.device)
         arguments = DatasetArguments(dataset_config=options.dataset_config, cache_directory=options.cache_directory)
         dataset = load_dataset_config(options.dataset_config, arguments, family.conditioning)
+        dataset, remark = options.trained.blanked(dataset)
+        told, usual = options.trained.said.guidance, family_defaults(family.name).get("guidance_scale")
+        if family.guidance_input and told not in (None, usual, options.guidance_scale):
+            names = ", ".join(options.trained.names)
+            remark += (
+                f"note: run at guidance {options.guidance_scale:g} (--guidance_scale); {names}: trained at {told:g}"
+            )
+        if remark:
+            console.print(remark)
         data = build_dataset(dataset, options.seed, image_encoder.pixel_multiple, image_encoder.latent_factor)
         check_masks(data, options.masked_loss)
         with counting(console) as progress:

@@ -14,21 +14,24 @@ half; in a reference picture, which has nothing else, the blank itself is soft.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from library.config.family_defaults import family_defaults
 from library.config.model_types import ConditionKind
 from library.data.cache import Pixels
 from library.data.images import blanked
-from library.fidelity.serving import LowDtype, Variant
+from library.fidelity.calibration import Calibration
+from library.fidelity.serving import LowDtype, Models, Served, Variant
 from library.precision.fp8_numbers import E4M3FN, round_to_nearest
 from library.randomness import generator
 from networks.files.layouts import PRECISIONS
 
 _BLACK = 12 / 127.5 - 1  # every channel at most 12 of 255: JPEG's black
+T5_TOKENS = "t5xxl_max_token_length"
 _SPECK = 9  # pixels a side: what is smaller is a shadow, not a region
 
 
@@ -45,6 +48,30 @@ class Given:
     image: Tensor
     mask: Tensor | None
     shown: tuple[Tensor, ...]
+
+
+def as_program_gives(models: Models, variant: Variant, calibration: Calibration) -> Variant:
+    """Return ``variant`` with what its program gives a model by itself, where training had something else.
+
+    What a flag says of a thing stands; where that is what training had, it is no change. ``models`` is told the
+    conditions of training, for its words.
+    """
+    options, blanks = calibration.plan.options, calibration.data.inpaint_blanks
+    trained, program, family = options.trained.said, models.server.gives, models.family
+    if blanks and variant.blank is None:
+        variant = replace(variant, blank=program.blank)
+    if blanks == (variant.blank,) and variant.blank != "noise":  # another's noise is another
+        variant = replace(variant, blank=None)
+    if variant.guidance is None and family.guidance_input and options.guidance_scale == trained.guidance:
+        usual = family_defaults(family.name)
+        if trained.guidance not in (usual["guidance_scale"], usual["sample_guidance"]):
+            variant = replace(variant, guidance=usual["sample_guidance"])
+    length, text = models.config.t5xxl_max_token_length, variant.text or Served()
+    if length and T5_TOKENS not in dict(text.options) and length != program.t5_tokens:
+        variant = replace(variant, text=replace(text, options=(*text.options, (T5_TOKENS, program.t5_tokens))))
+    models.trained = {"blank": " and ".join(blanks), "guidance": f"{options.guidance_scale:g}"}
+    models.trained |= {"text": str(length)} if length and not text.options else {}
+    return variant
 
 
 def give(pixels: Pixels, kind: ConditionKind, variant: Variant) -> Given:

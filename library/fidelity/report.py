@@ -253,6 +253,7 @@ def _settings(
         "reference": f"{models.family.name}, fingerprint {models.family.fingerprint()}",
         "deployment": models.deployed.describe(),
         "server": models.describe_server(variant),
+        "by itself": models.server.gives.words(),
         "causes": ", ".join(changes),
         "LoRA": f"{counted(len(models.transformer_lora), 'layer')} of the transformer",
         "eval_set": f"{counted(options.images, 'image')}, sigmas {', '.join(f'{s:g}' for s in options.sigmas)}, "

@@ -7,7 +7,8 @@ fp8 unless the file forbids it, an int8 file always in int8. Each stored weight 
 
 Where products are made in the weights' own format, there is nothing but a rounded sum to multiply with, whatever the
 row says (``Models.rounded_in``). Sources, with commits and functions: docs/precision.md, "What each program does with a
-LoRA".
+LoRA". What a program gives a model besides (:class:`Inputs`) is there too, under "What each program does with mask and
+blank".
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from zlib import crc32
 
 import torch
 
+from library.config.model_types import Blank
 from library.fidelity import SERVERS
 from library.models.layer_names import KeyPlace, LoraTargets
 from library.precision.names import LayoutKind
@@ -47,17 +49,46 @@ class Merging:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """What a program gives a model by itself: where no node, argument or flag of the report says otherwise.
+
+    Attributes:
+        blank: under the mask of a fill model. mask: how that model is given it, in words.
+        guidance, shift: in words. t5_tokens: that FLUX's T5 is given of a caption, padded.
+    """
+
+    blank: Blank
+    mask: str
+    guidance: str
+    shift: str
+    t5_tokens: int
+
+    def words(self) -> str:
+        """Return them for people."""
+        words = f"blank {self.blank}; mask {self.mask}; guidance {self.guidance}; shift {self.shift}"
+        return f"{words}; FLUX's T5 at {self.t5_tokens} tokens"
+
+
+# ComfyUI: nodes.py InpaintModelConditioning; comfy/model_base.py Flux, comfy/model_sampling.py ModelSamplingFlux;
+# comfy/text_encoders/flux.py T5XXLTokenizer, which pads to 256 and cuts nothing off
+_COMFYUI = Inputs("grey", "as it is, soft values too", "3.5 without FluxGuidance", "1.15 of FLUX at every size", 256)
+# diffusers: pipeline_flux_fill.py, whose VaeImageProcessor has do_binarize
+_DIFFUSERS = Inputs("grey", "binarised at one half", "the pipeline's (Fill: 30)", "the folder's scheduler", 512)
+
+
+@dataclass(frozen=True)
 class Server:
     """A program that serves.
 
     Attributes:
-        name: its word. words: for people.
+        name: its word. words: for people. gives: what it gives a model by itself.
         merges: how the LoRA is merged; empty where it stays beside the weights.
         heeds: layouts of files that it multiplies in their own format where the file says so.
     """
 
     name: str
     words: str
+    gives: Inputs
     merges: tuple[Merging, ...] = ()
     heeds: tuple[LayoutKind, ...] = ()
 
@@ -71,6 +102,7 @@ _ROWS = (
     Server(
         "comfyui",
         "ComfyUI, Load LoRA, dynamic VRAM",
+        _COMFYUI,
         (
             Merging("first use of a layer that stays in memory", "unrounded", one_step=True),
             Merging("resident: the same layer afterwards", "stochastic"),
@@ -78,15 +110,16 @@ _ROWS = (
         ),
         _COMFY,
     ),
-    Server("comfyui-bypass", "ComfyUI, Load LoRA (Bypass)", (), _COMFY),
+    Server("comfyui-bypass", "ComfyUI, Load LoRA (Bypass)", _COMFYUI, (), _COMFY),
     Server(
         "comfyui-legacy",
         "ComfyUI, Load LoRA, --disable-dynamic-vram",
+        _COMFYUI,
         (Merging("merged when it is loaded", "stochastic_fp16"),),
         _COMFY,
     ),
-    Server("diffusers", "diffusers, load_lora_weights", (), ("rows", "modelopt")),
-    Server("gguf", "ComfyUI-GGUF", (Merging("merged at every use", "unrounded"),)),
+    Server("diffusers", "diffusers, load_lora_weights", _DIFFUSERS, (), ("rows", "modelopt")),
+    Server("gguf", "ComfyUI-GGUF", _COMFYUI, (Merging("merged at every use", "unrounded"),)),
 )
 BY_NAME = dict(zip(SERVERS, _ROWS, strict=True))
 

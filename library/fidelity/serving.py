@@ -152,6 +152,7 @@ class Models:
         loras: component -> module -> weights, of all LoRAs together.
         server: that runs it; by default what files like the deployed one are usually run by.
         base_precision: what was loaded as deployed weights, in words; empty before.
+        trained: field of a variant -> what training had, in words, where that is known.
         family, deployed_family: of the reference, of the deployed file; one where a recipe makes the weights.
 
     Raises:
@@ -164,6 +165,7 @@ class Models:
     dtype: torch.dtype
     device: torch.device
     server: Server = None  # type: ignore[assignment]  # __post_init__ finds the usual one
+    trained: Mapping[str, str] = field(default_factory=dict, init=False)
     base_precision: str = field(default="", init=False)
     _quantised: Mapping[str, QuantizedWeight | None] = field(default_factory=dict, init=False)
     _texts: dict[Any, list[dict[str, Tensor]]] = field(default_factory=dict, init=False)
@@ -511,7 +513,8 @@ class Models:
             kinds = ", ".join(f"{how} in {counted(count, 'layer')}" for how, count in counts.items())
             return f"activations as the file's server rounds them ({kinds or 'nowhere'})"
         words = ", ".join(value) if isinstance(value, tuple) else str(value)
-        return f"{cause} {words.removeprefix('torch.')}"
+        instead = f" instead of {self.trained[cause]}" if self.trained.get(cause) else ""
+        return f"{cause} {words.removeprefix('torch.')}{instead}"
 
     def describe_server(self, variant: Variant) -> str:
         """Return the server and how products are made, in words; what of it depends on the card."""

@@ -6,7 +6,9 @@ r"""What an adapter file says about itself, in the keys other tools read, and wh
   ``ss_*`` alone.
 * ``modelspec.*``: Stability AI's ModelSpec 1.0.1 (https://github.com/Stability-AI/ModelSpec).
 * ``tandem.*``: version, the base's fingerprint and precision, that of text encoders that were trained, what
-  a fill model's regions were blanked with (``inpaint_blank``), the run's config as JSON.
+  a fill model's regions were blanked with (``inpaint_blank``), guidance and, where it is not the model's own, T5's
+  tokens a caption (``guidance_scale``, ``t5xxl_max_token_length``), the run's config as JSON.
+* ``ot_config``: OneTrainer's configuration as JSON, where its user had it written.
 * ``lora_adapter_metadata``: diffusers keeps alpha in no tensor but in the fields of a PEFT ``LoraConfig``, as JSON,
   each field prefixed with the model's name (``transformer.r``, ``text_encoder.r``). Nothing but diffusers reads it, so
   in files for image models alpha is the rank there, and the scale in B.
@@ -38,6 +40,7 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
+from library.config.model_types import BLANKS, Blank
 from library.errors import UserError
 from library.files import read_text, write_text
 from library.models.layer_names import LoraTargets
@@ -106,6 +109,59 @@ def base_mismatch(metadata: Mapping[str, str], fingerprint: str, merged: str = "
         name = metadata.get("tandem.base_name", "an fp8 file")
         return f"fitted to {name} ({trained_on}), this base is {fingerprint}; refit the original LoRA to this one"
     return f"trained on base {trained_on}, this one is {fingerprint} (other weights or file)"
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """What the model was given in training, as far as a LoRA's file says it.
+
+    Attributes:
+        blanks: under a fill model's masks; of several the first is the first subset's. Empty: it does not say.
+        guidance: of the guidance input; None: it does not say.
+        t5_tokens: that T5 was given of a caption; None: it does not say, or as many as the model has by itself.
+    """
+
+    blanks: tuple[Blank, ...] = ()
+    guidance: float | None = None
+    t5_tokens: int | None = None
+
+
+def trained_on(metadata: Mapping[str, str]) -> TrainedOn:
+    """Return what a LoRA's ``metadata`` say of its training: Tandem's own, sd-scripts', musubi-tuner's, OneTrainer's.
+
+    OneTrainer blanks with grey (MGDS 'GenerateMaskedConditioningImage'), whatever it writes. ai-toolkit and SimpleTuner
+    write none of these.
+    """
+    theirs = _json_object(metadata.get("ot_config", ""))
+    words = metadata.get("tandem.inpaint_blank", "grey" if "ot_revision" in metadata else "").split()
+    transformer = theirs.get("transformer")
+    of_theirs = transformer.get("guidance_scale") if isinstance(transformer, dict) else None
+    guidance = metadata.get("tandem.guidance_scale", metadata.get("ss_guidance_scale", of_theirs))
+    own = _json_object(metadata.get("tandem.settings", "")).get("t5xxl_max_token_length")
+    tokens = metadata.get("tandem.t5xxl_max_token_length", own or theirs.get("text_encoder_2_sequence_length"))
+    length = _number(tokens)
+    return TrainedOn(
+        tuple(blank for word in words for blank in BLANKS if blank == word),
+        _number(guidance),
+        None if length is None or length < 1 else int(length),
+    )
+
+
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _number(value: object) -> float | None:
+    """Return a number that a stranger's file has, or its text; None for anything else."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
 
 
 def hash_metadata(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from PIL.Image import Image
 
-from library.config.model_types import BLANKS, Blank
+from library.config.model_types import Blank
 from library.console import Console
 from library.data.buckets import ControlSizing
 from library.data.cache import TextJob, encode_text_batch
@@ -28,7 +28,7 @@ from library.training.sampling.conditions import PromptImageRules, check_prompt_
 from library.training.sampling.images import generate_image
 from library.training.sampling.prompts import SamplePrompt, note_changes
 from networks.files.adapters import load_lora
-from networks.files.metadata import base_mismatch, weight_file
+from networks.files.metadata import base_mismatch, trained_on, weight_file
 from networks.files.weights import LoraWeights
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource
@@ -127,9 +127,8 @@ def trained_blank(loras: Sequence[LoraSource]) -> Blank:
 
     Files of other programs do not say it.
     """
-    texts = (read_entries([weight_file(lora.path)])[1].get("tandem.inpaint_blank", "") for lora in loras)
-    words = (word for text in texts for word in text.split())
-    return next((blank for word in words for blank in BLANKS if blank == word), "grey")
+    found = (trained_on(read_entries([weight_file(lora.path)])[1]).blanks for lora in loras)
+    return next((blanks[0] for blanks in found if blanks), "grey")
 
 
 @torch.no_grad()
