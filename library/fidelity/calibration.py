@@ -64,11 +64,9 @@ class TrainedLora:
             return dataset, ""
         own, names, file = " and ".join(blanks), ", ".join(self.names), dataset.path.name
         if not known:
-            text = (
-                f"note: {names}: not said what regions were blanked with in training; {own} is taken, as {file} has it"
-            )
+            text = f"{names}: not said what regions were blanked with in training; {own} is taken, as {file} has it"
             return dataset, text
-        text = f"note: {file} blanks regions with {own}, the LoRA was trained on {' and '.join(known)} ({names})"
+        text = f"{file} blanks regions with {own}, the LoRA was trained on {' and '.join(known)} ({names})"
         return dataset.blanked_with(known[0]), f"{text}; {known[0]} is taken: the LoRA's own record counts"
 
 
@@ -125,14 +123,15 @@ class CalibrationPlan:
         arguments = DatasetArguments(dataset_config=options.dataset_config, cache_directory=options.cache_directory)
         dataset = load_dataset_config(options.dataset_config, arguments, family.conditioning)
         dataset, remark = options.trained.blanked(dataset)
+        remarks = [remark] if remark else []
         told, usual = options.trained.said.guidance, family_defaults(family.name).get("guidance_scale")
         if family.guidance_input and told not in (None, usual, options.guidance_scale):
             names = ", ".join(options.trained.names)
-            remark += (
-                f"note: run at guidance {options.guidance_scale:g} (--guidance_scale); {names}: trained at {told:g}"
+            remarks.append(
+                f"run at guidance {options.guidance_scale:g} (--guidance_scale); {names}: trained at {told:g}"
             )
-        if remark:
-            console.print(remark)
+        for remark in remarks:
+            console.print(f"note: {remark}")
         data = build_dataset(dataset, options.seed, image_encoder.pixel_multiple, image_encoder.latent_factor)
         check_masks(data, options.masked_loss)
         with counting(console) as progress:

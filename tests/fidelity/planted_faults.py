@@ -305,6 +305,24 @@ def named(recipe: str) -> Make:
     return lambda place, _folder: place / recipe if (place / recipe).exists() else recipe
 
 
+def trained(name: str, says: Mapping[str, str] | None, dataset: str = "", clean: str = "cast") -> Make:
+    """Return the deployment of a clean file, and how to write ``name``.safetensors and ``name``.toml beside it.
+
+    The LoRA's file ``says`` other things of its training (None: nothing at all); the dataset has the lines ``dataset``.
+    """
+
+    def make(place: Path, _folder: Path) -> Path:
+        with safe_open(place / "lora.safetensors", framework="pt") as opened:
+            metadata = {} if says is None else opened.metadata() | says
+        new = _folder.parent / "new"
+        save_file(load_file(place / "lora.safetensors"), new, {"format": "pt"} | metadata)
+        new.replace(place / f"{name}.safetensors")
+        (place / f"{name}.toml").write_text((place / "dataset.toml").read_text() + dataset)
+        return place / clean
+
+    return make
+
+
 def prepare(place: Path, steps: int = 60) -> None:
     """Make in ``place`` a LoRA with text encoder layers and one without, the clean files and the dataset.
 

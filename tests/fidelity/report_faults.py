@@ -68,6 +68,7 @@ from tests.fidelity.planted_faults import (
     roll,
     stored_in_fp8,
     times,
+    trained,
     transpose,
     truncate,
     with_part,
@@ -96,7 +97,7 @@ class Fault:
         where: each found in its evidence or layers; the place comes first.
         remedy: found in its remedy.
         lora: the LoRA that is trained and given to the report. strength: it is given at.
-        section: "listed" in the issue, "further", or "clean", where all of the words are empty.
+        section: "listed" in the issue, "further", "later", or "clean", where all of the words are empty.
         server: paints pictures, and what is said about them is judged, report.json's own sentence.
     """
 
@@ -284,6 +285,38 @@ BY_SERVERS = (
     Fault("painted by diffusers, no fault", named("copy"), section="clean", server=Server()),
 )  # fmt: skip
 
+_BLACK, _TOKENS = {"tandem.inpaint_blank": "black"}, {"tandem.t5xxl_max_token_length": "96"}
+
+
+def _trained(name: str, says: dict[str, str] | None, cause: str = "", where: tuple[str, ...] = (), remedy: str = "",
+             flags: tuple[str, ...] = (), dataset: str = "", clean: str = "cast") -> Fault:  # fmt: skip
+    file = re.sub(r"\W", "_", name)
+    words = ("--dataset_config", f"{{place}}/{file}.toml", *flags)
+    return Fault(name, trained(file, says, dataset, clean), cause, where, remedy, words, file)
+
+
+_REGION, _IN_TRAINING = "blank|region", 'inpaint_blank = "grey"'
+BY_TRAINING = (  # what the LoRA's file or the dataset says of training, and a server that gives something else by itself
+    _trained("trained on black, says the LoRA", _BLACK, _REGION, ("grey", "black"), _IN_TRAINING),
+    _trained("trained on white, ComfyUI", {"tandem.inpaint_blank": "white"}, _REGION, ("grey", "white"), _IN_TRAINING,
+             ("--server", "comfyui"), clean="row"),
+    _trained("trained on noise, whole pipeline in bf16", {"tandem.inpaint_blank": "noise"}, _REGION, ("grey", "noise"),
+             _IN_TRAINING, clean="copy"),
+    _trained("trained on black, says the dataset", None, _REGION, ("grey", "black"), _IN_TRAINING,
+             dataset='inpaint_blank = "black"\n'),
+    _trained("trained on black, served on white", _BLACK, _REGION, ("white", "black"), _IN_TRAINING,
+             ("--blank", "white")),
+    _trained("trained with 96 tokens", _TOKENS, "text", ("512", "96"), "text|token", clean="copy"),
+    _trained("trained at guidance 5", {"ss_guidance_scale": "5"}, "guidance", ("30", "5"), "guidance",
+             ("--guidance_scale", "5")),
+)  # fmt: skip
+FOR_TRAINING = (
+    _trained("trained on black, served so", _BLACK, flags=("--blank", "black")),
+    _trained("trained on grey, the dataset is another", {}, dataset='inpaint_blank = "white"\n'),
+    _trained("says nothing of its training", None),
+    _trained("OneTrainer's", {"ot_revision": "23df3832"}, flags=("--blank", "grey"), clean="row"),
+)
+
 _ANY = f"damaged|differ|{_ORDER}"
 _FURTHER = (
     Fault("q and k of a block exchanged", changed("cast", exchanged(QUERY, QUERY.replace("to_q", "to_k"))),
@@ -356,7 +389,8 @@ FAULTS = (
     *BY_FLAGS,
     *BY_SERVERS,
     *(replace(fault, section="further") for fault in _FURTHER),
-    *(replace(fault, section="clean", name=f"clean: {fault.name}") for fault in _HONEST),
+    *(replace(fault, section="later") for fault in BY_TRAINING),
+    *(replace(fault, section="clean", name=f"clean: {fault.name}") for fault in (*_HONEST, *FOR_TRAINING)),
 )
 
 
@@ -499,7 +533,7 @@ def time_reports(place: Path) -> dict[str, float]:
 def ratios_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the shares that matter."""
     found: dict[str, float] = {}
-    for section in ("listed", "further"):
+    for section in ("listed", "further", "later"):
         of = [row["judged"] for row in rows if row["section"] == section]
         if of:
             found[f"{section}_named_wholly"] = of.count("wholly") / len(of)

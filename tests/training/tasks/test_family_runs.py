@@ -28,6 +28,7 @@ from library.models.family_by_name import model_family
 from library.models.registry import lora_targets
 from library.training.flow import noise_for
 from library.training.tasks.image_step import FlowStep
+from networks.files.metadata import TrainedOn, trained_on
 from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import largest_difference, learn_by_heart, lora, losses_of, metadata, run, same, write_dataset
@@ -322,9 +323,10 @@ def test_a_fill_model_trains_on_generated_masks_and_paints_into_its_prompts(tmp_
     prompts.write_text(prompts.read_text().strip() + " --mi mask.png\n")
     keys = {
         "model_type": "flux_fill", "max_train_steps": STEPS, "masked_loss": True, "seam_loss_weight": 0.5,
-        "sample_prompts": prompts, "sample_at_first": True,
+        "sample_prompts": prompts, "sample_at_first": True, "guidance_scale": 4.0, "t5xxl_max_token_length": 16,
     }  # fmt: skip
     events = run(base, toml, tmp_path / "run", **keys)
+    assert trained_on(metadata(tmp_path / "run")) == TrainedOn(("grey",), 4.0, 16)
     assert events.task.step.flow.masked_loss
     assert any(tensor.abs().max() > 0 for name, tensor in lora(tmp_path / "run").items() if "lora_B" in name)
     assert len(list((tmp_path / "data" / "images" / ".tandem_cache" / "conditions").iterdir())) == 4 * 4
