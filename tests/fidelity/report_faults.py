@@ -296,11 +296,11 @@ def _trained(name: str, says: dict[str, str] | None, cause: str = "", where: tup
 
 
 _REGION, _IN_TRAINING = "blank|region", 'inpaint_blank = "grey"'
-BY_TRAINING = (  # what the LoRA's file or the dataset says of training, and a server that gives something else by itself
+BY_TRAINING = (  # what the LoRA or the dataset says of training; a server gives something else by itself
     _trained("trained on black, says the LoRA", _BLACK, _REGION, ("grey", "black"), _IN_TRAINING),
     _trained("trained on white, ComfyUI", {"tandem.inpaint_blank": "white"}, _REGION, ("grey", "white"), _IN_TRAINING,
              ("--server", "comfyui"), clean="row"),
-    _trained("trained on noise, whole pipeline in bf16", {"tandem.inpaint_blank": "noise"}, _REGION, ("grey", "noise"),
+    _trained("trained on noise, in bf16", {"tandem.inpaint_blank": "noise"}, _REGION, ("grey", "noise"),
              _IN_TRAINING, clean="copy"),
     _trained("trained on black, says the dataset", None, _REGION, ("grey", "black"), _IN_TRAINING,
              dataset='inpaint_blank = "black"\n'),
@@ -311,7 +311,7 @@ BY_TRAINING = (  # what the LoRA's file or the dataset says of training, and a s
              ("--guidance_scale", "5")),
 )  # fmt: skip
 FOR_TRAINING = (
-    _trained("trained on black, served so", _BLACK, flags=("--blank", "black")),
+    _trained("trained on black, served so", _BLACK, flags=("--blank", "black"), clean="copy"),
     _trained("trained on grey, the dataset is another", {}, dataset='inpaint_blank = "white"\n'),
     _trained("says nothing of its training", None),
     _trained("OneTrainer's", {"ot_revision": "23df3832"}, flags=("--blank", "grey"), clean="row"),
