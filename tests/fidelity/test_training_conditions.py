@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,9 @@ def prepared(
     server: str = "",
 ) -> tuple[Models, Calibration, str]:
     """Return models and calibration as the report makes them of a LoRA's metadata and a dataset, and what it prints."""
-    keys = {"inpaint_masks": '["rectangles"]'} | ({"inpaint_blank": f'"{dataset_blank}"'} if dataset_blank else {})
+    keys: dict[str, Any] = {"inpaint_masks": '["rectangles"]'} | (
+        {"inpaint_blank": f'"{dataset_blank}"'} if dataset_blank else {}
+    )
     dataset = write_dataset(folder / "data", images=1, **keys)
     words = ["--model", str(folder / "base"), "--model_type", "flux_fill", "--dataset_config", str(dataset)]
     if metadata is not None:
@@ -113,7 +116,7 @@ def test_what_the_model_is_shown_is_what_diffusers_shows_it(folder: Path) -> Non
     assert isinstance(pipeline.mask_processor, VaeImageProcessor)
     image, mask = (
         pipeline.image_processor.preprocess((pixels.image[None] + 1) / 2),
-        pipeline.mask_processor.preprocess(pixels.mask[None]),
+        pipeline.mask_processor.preprocess(pixels.mask[None]),  # type: ignore[index],
     )
     assert torch.allclose(give(pixels, "fill", served).shown[0], (image * (1 - mask))[0], atol=1e-6)
 
