@@ -93,7 +93,11 @@ class WeightFiles:
         dtype = self.entries[ranges[0].source].dtype
         if dtype not in _WEIGHT_DTYPES:
             raise UserError(f"{self.path}: tensor {ranges[0].source!r} has dtype {dtype}; use the bf16 or fp16 file")
-        return read_rows(self.entries, ranges)
+        found = read_rows(self.entries, ranges)
+        if found.dtype.itemsize > 1 and not found.sum().isfinite() and not found.isfinite().all():  # the sum is quick
+            names = " or ".join(dict.fromkeys(repr(rows.source) for rows in ranges))
+            raise UserError(f"{self.path}: {names} holds NaN or infinity; download it again")
+        return found
 
     def read_quantized(self, ranges: Sequence[RowRange]) -> QuantizedWeight | None:
         """Return the rows of ``ranges``, one below the other, as they are stored; None where that is no quantised way.
@@ -112,7 +116,8 @@ class WeightFiles:
         for name, ranges in key_map.items():
             layer, _, leaf = name.rpartition(".")
             if leaf == "weight" and self.quantized and ranges and (weight := stored.get(ranges[0].source)):
-                scale = None if weight.input_scale is None else self.quantized.file.read(weight.input_scale).float()
+                calibrated = weight.input_scale
+                scale = None if calibrated is None else self.quantized.file.read_scale(calibrated)
                 found[layer] = ServedInput(cast(Any, weight.served_rounding), scale, weight.layout)
         return found
 
@@ -185,6 +190,9 @@ class QuantizedFile:
     def read(self, ranges: Sequence[RowRange]) -> QuantizedWeight:
         """Return rows of weights, one below the other."""
         parts = [self.weights[rows.source].read(self.file, slice(rows.start, rows.stop)) for rows in ranges]
+        for rows in ranges:
+            if (name := self.weights[rows.source].input_scale) is not None and self.file.read_scale(name).numel() != 1:
+                raise self.file.damaged(name, "is not one scale of a layer's inputs")
         if len(parts) == 1:
             return parts[0]
         names = " and ".join(dict.fromkeys(repr(rows.source) for rows in ranges))
@@ -219,6 +227,8 @@ def quantized_file(file: FileTensors) -> QuantizedFile | None:
             raise file.refuse(name, "belongs to a bitsandbytes checkpoint")
         if leaf not in ("weight", "bias") and file.dtype(f"{layer}.weight") in _QUANTISED_DTYPES:
             raise file.refuse(name, "belongs to a quantisation that is not known here")
+        if leaf == "weight_scale_2":
+            raise file.refuse(name, "is a scale without a quantised weight")
         if leaf == "weight" and entry.dtype in _QUANTISED_DTYPES:
             raise file.refuse(name, f"has dtype {entry.dtype}, whose meaning no known layout gives")
     return found if weights else None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,9 @@ _OTHER_FILE = "use the bf16 model, or its fp8, int8, GGUF or bitsandbytes nf4 fi
 _NUNCHAKU = "train on the bf16 file of the same model: Nunchaku puts a LoRA beside its weights, where it is not rounded"
 _COMFY = "use the int8_convrot, nvfp4, GGUF or bf16 file of the same model"
 _COMFY_FORMATS = ("convrot_w4a4", "asym_w4a8_int8", "awq_w4a16")
+_UNDERFLOWN = 1 / 16  # of a weight's blocks, at most
+_SAMPLED, _FEWEST = 64, 16  # rows that are looked at; groups that tell something
+_RUNS = (128, 64)  # inputs that share a scale in fp8 files
 _UNREAD = read_toml(Path(__file__).with_name("unread.toml"))[0]
 
 
@@ -65,12 +68,55 @@ class FileTensors:
             entry = replace(entry, dtype="U8", shape=byte_shape)
         return read_rows({name: entry}, [RowRange(name, rows.start or 0, rows.stop)])
 
-    def read_scale(self, name: str) -> Tensor:
-        """Return tensor ``name`` in fp32, a scale: positive and finite."""
+    def read_scale(self, name: str, zeros: bool = False) -> Tensor:
+        """Return tensor ``name`` in fp32, a scale: positive and finite; ``zeros``: 0 may be among it."""
         scale = self.read(name).float()
-        if not (torch.isfinite(scale).all() and (scale > 0).all()):
-            raise self.refuse(name, "holds a scale that is not positive and finite", "download it again")
+        if not (torch.isfinite(scale) & ((scale >= 0) if zeros else (scale > 0))).all():
+            raise self.damaged(name, "holds a scale that is not positive and finite")
         return scale
+
+    def used_scale(self, name: str, scale: Tensor, used: Callable[[], Tensor]) -> Tensor:
+        """Return ``scale``, of tensor ``name``, with 1 for its zeros, which only groups of zeros have.
+
+        Args:
+            used: returns, in the shape of ``scale``, whether a group holds a number that is not zero.
+        """
+        if scale.all():
+            return scale
+        if ((scale == 0) & used()).any():
+            raise self.damaged(name, "holds a scale that is not positive and finite, of numbers that are not zero")
+        return scale.where(scale > 0, 1.0)
+
+    def refuse_unused(self, name: str, zero: Tensor, used: Callable[[], Tensor]) -> None:
+        """Raise a UserError if many of the ``zero`` [n] scales of tensor ``name`` belong to blocks that are ``used``.
+
+        A quantiser whose scales underflow leaves a few such blocks, and every reader takes them for zeros.
+        """
+        if zero.any() and (zero & used()).float().mean() > _UNDERFLOWN:
+            raise self.damaged(name, "holds scales of zero for blocks of numbers that are not zero")
+
+    def refuse_shared(self, name: str, magnitudes: Tensor, largest: float, run: int, rows: bool) -> None:
+        """Raise a UserError if the scale ``name`` is one of several that its weight was made with.
+
+        The largest number of a group is the format's, so if all rows or runs reach it each of them had its own scale.
+
+        Args:
+            magnitudes: [n, in] of the numbers of some rows (:func:`sampled`). largest: of the format.
+            run: inputs that share a scale. rows: whether each row has its own.
+        """
+        outputs, inputs = magnitudes.shape
+        for size in (inputs, *_RUNS):
+            if inputs % size or size > run or (size == run and rows):
+                continue
+            groups = magnitudes.reshape(outputs * inputs // size, size)
+            full = groups[(groups != 0).any(-1)] == largest
+            if len(full) >= _FEWEST and full.any(-1).all() and full.float().mean() < 0.5:
+                what = f"each run of {size} inputs" if size < inputs else "each row"
+                raise self.damaged(name, f"is too few scales: {what} of its weight reaches the largest number")
+
+    def damaged(self, name: str, why: str) -> UserError:
+        """Return the error for tensor ``name`` of a file that was not meant so."""
+        return self.refuse(name, why, "download it again")
 
     def refuse(
         self, name: str, why: str, remedy: str = "use the bf16 file, or one of a format that is read"
@@ -106,6 +152,19 @@ class FileTensors:
         return layer
 
 
+def sampled(values: Tensor) -> Tensor:
+    """Return some rows of ``values`` [out, in], from everywhere."""
+    return values[:: max(1, len(values) // _SAMPLED)]
+
+
+def quantization_method(path: Path) -> str | None:
+    """Return ``quant_method`` of the ``config.json`` in or beside ``path``, lower case; None if nothing says it."""
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    said = read_json(config) if config.is_file() else None
+    found = (said.get("quantization_config") or {}) if isinstance(said, dict) else {}
+    return str(found["quant_method"]).lower() if isinstance(found, dict) and "quant_method" in found else None
+
+
 def refuse_unread(file: FileTensors) -> None:
     """Raise a UserError if ``file`` is of a format that is known and not read."""
     for layer, config in file.layer_configs.items():
@@ -117,8 +176,5 @@ def refuse_unread(file: FileTensors) -> None:
             raise file.refuse(name, f"belongs to {title}, which is not read", remedy)
     if "tensor_names" in file.metadata:
         raise file.refuse("tensor_names", "in the header is that of a torchao model, which is not read", _OTHER_FILE)
-    if (file.path / "config.json").is_file():
-        config = read_json(file.path / "config.json")
-        method = (config.get("quantization_config") or {}).get("quant_method") if isinstance(config, dict) else None
-        if known := _UNREAD["methods"].get(str(method).lower()):
-            raise file.refuse("config.json", f"says {known}, which is not read", _OTHER_FILE)
+    if file.path.is_dir() and (known := _UNREAD["methods"].get(quantization_method(file.path) or "")):
+        raise file.refuse("config.json", f"says {known}, which is not read", _OTHER_FILE)

@@ -61,7 +61,7 @@ from library.precision.files.base import (
 )
 from library.precision.files.comfy_quant import comfy_layers
 from library.precision.files.cut_weight import block_slice, scale_of_rows
-from library.precision.files.file_tensors import FileTensors
+from library.precision.files.file_tensors import FileTensors, sampled
 from library.precision.fp8_numbers import (
     E4M3FN,
     FORMATS,
@@ -80,6 +80,7 @@ _ALIGNMENT = 16  # rows and columns of the fp8 operands, a rule of cuBLASLt
 _FP8 = {DTYPE_NAMES[fp8.dtype]: fp8 for fp8 in FORMATS}
 _COMFY_FORMATS = {f"float8_{fp8.name}": fp8 for fp8 in FORMATS}
 _HIGH = (torch.float32, torch.bfloat16, torch.float16)
+_SCALE_DTYPES = tuple(DTYPE_NAMES[dtype] for dtype in _HIGH)
 _SCALES, _INPUT_SCALES = ("scale_weight", "weight_scale"), ("scale_input", "input_scale")
 
 
@@ -286,10 +287,12 @@ class StoredFp8(StoredWeight):
     Attributes:
         fp8: the format, of values that ComfyUI may keep in a uint8 tensor.
         scale_shape: (rows, blocks) of its scale, None for a plain cast.
+        lacks_scale: whether other weights of the file have a scale, and this one none.
     """
 
     fp8: Fp8Format
     scale_shape: tuple[int, int] | None = None
+    lacks_scale: bool = False
 
     @property
     def scheme(self) -> Fp8Scheme:
@@ -319,11 +322,20 @@ class StoredFp8(StoredWeight):
         """Return values and scale of some rows."""
         values = file.read(self.name, rows).view(self.fp8.dtype)
         if holds_nan_or_inf(values):
-            raise file.refuse(self.name, "holds NaN or infinity", "download it again")
+            raise file.damaged(self.name, "holds NaN or infinity")
+        codes = values.view(torch.uint8)
         if self.scale_shape is None:
+            if self.lacks_scale and values.numel() and (codes & 0x7F).max() >= _code(self.fp8, self.fp8.max / 4):
+                why = "reaches numbers that only scaled weights do, as others of the file are, and its scale is missing"
+                raise file.damaged(self.name, why)
             return Fp8Weight(values)
-        scale = file.read_scale(self.tensors["scale"]).reshape(self.scale_shape)
-        return Fp8Weight(values, _narrowed(scale_of_rows(scale, rows)), self.scheme.scale_dtype)
+        name, (outputs, blocks) = self.tensors["scale"], self.scale_shape
+        if values.ndim == 2:
+            largest, run = _code(self.fp8, self.fp8.max), self.shape[1] // blocks
+            file.refuse_shared(name, sampled(codes) & 0x7F, largest, run, outputs > 1)
+        scale = scale_of_rows(file.read_scale(name, zeros=True).reshape(self.scale_shape), rows)
+        scale = file.used_scale(name, scale, lambda: (codes & 0x7F).reshape(*scale.shape, -1).any(-1))
+        return Fp8Weight(values, _narrowed(scale), self.scheme.scale_dtype)
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return values and scale as the file has them."""
@@ -343,13 +355,16 @@ def find(file: FileTensors) -> dict[str, StoredWeight]:
         formats |= {layer.tensor("weight", ("U8", DTYPE_NAMES[fp8.dtype])): fp8 for layer in comfy_layers(file, kind)}
     others = {f"{layer}.weight" for layer, c in file.layer_configs.items() if c.get("format") not in _COMFY_FORMATS}
     markers = [name for name in formats if name.rpartition(".")[2] == "scaled_fp8"]
+    scaled = any(name.rpartition(".")[2] in _SCALES for name in file.entries)
     precise = file.entries[markers[0]].shape[0] == 2 if markers and file.entries[markers[0]].shape else None
-    found: dict[str, StoredWeight] = {}
+    found: dict[str, StoredFp8] = {}
     for name, fp8 in formats.items():
         if name in others or name in markers or name.endswith((*_SCALES, *_INPUT_SCALES)):
             continue
         found[name] = _stored(file, name, fp8, bool(markers), precise)
-    return found
+        if found[name].scale_shape is None and len(found[name].shape) == 2 and (scaled or markers):
+            found[name] = replace(found[name], lacks_scale=True)
+    return {**found}
 
 
 def _stored(file: FileTensors, name: str, fp8: Fp8Format, marked: bool, precise: bool | None) -> StoredFp8:
@@ -390,7 +405,9 @@ def _stored(file: FileTensors, name: str, fp8: Fp8Format, marked: bool, precise:
 
 def _scale_shape(file: FileTensors, name: str, shape: Sequence[int]) -> tuple[int, int]:
     """Return (rows, blocks) of the scale ``name`` beside a weight of ``shape``."""
-    found = file.entries[name].shape
+    found, dtype = file.entries[name].shape, file.dtype(name)
+    if dtype not in _SCALE_DTYPES:
+        raise file.refuse(name, f"has dtype {dtype} where scales of fp8 have {', '.join(_SCALE_DTYPES)}")
     if all(side == 1 for side in found):
         return (1, 1)
     if len(shape) == 2 and found[0] == shape[0] and all(side == 1 for side in found[2:]):
@@ -429,6 +446,11 @@ def device_has_fp8_matmul(device: torch.device) -> bool:
     PyTorch for Windows is built without products that have a scale a row (``RowwiseScaledMM.cu``).
     """
     return sys.platform != "win32" and nvidia_capability(device) >= (8, 9)
+
+
+def _code(fp8: Fp8Format, number: float) -> int:
+    """Return the byte that stands for ``number``."""
+    return int(torch.tensor(number).to(fp8.dtype).view(torch.uint8))
 
 
 def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -148,7 +148,12 @@ class StoredGguf(StoredReadOnly):
         values = file.read(self.name, rows, (self.shape[0], math.prod(self.shape[1:]) // block, block_bytes))
         for offset in scales:
             if not torch.isfinite(values[..., offset : offset + 2].contiguous().view(torch.float16)).all():
-                raise file.refuse(self.name, "holds NaN or infinity", "download it again")
+                raise file.damaged(self.name, "holds NaN or infinity")
+        first = values[..., scales[0] : scales[0] + 2]
+        zero = (first == 0).all(-1)
+        if zero.any():  # blocks of zeros are all alike
+            alike = values[zero][0]
+            file.refuse_unused(self.name, zero, lambda: (values != alike).any(-1))
         return GgufWeight(values, self.kind)
 
 

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight, cached_tensor, nvidia_capability
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
 from library.precision.files.cut_weight import CutWeight, scale_of_rows
-from library.precision.files.file_tensors import FileTensors
+from library.precision.files.file_tensors import FileTensors, sampled
 from library.precision.fp8_numbers import is_walked, refuse_nan, round_to_whole, scaled
 from library.precision.names import LayoutKind
 
@@ -231,8 +231,12 @@ class StoredInt8(StoredComfyWeight):
     def read(self, file: FileTensors, rows: slice = slice(None)) -> Int8Weight:
         """Return values and scale of some rows."""
         values = file.read(self.name, rows)
-        scale = file.read_scale(self.tensors["scale"]).reshape(-1, 1)
-        return Int8Weight(values, scale_of_rows(scale, rows), self.group)
+        name = self.tensors["scale"]
+        scale = file.read_scale(name, zeros=True).reshape(-1, 1)
+        file.refuse_shared(name, sampled(values).abs(), _LARGEST, self.shape[1], len(scale) > 1)
+        scale = scale_of_rows(scale, rows)
+        scale = file.used_scale(name, scale, lambda: values.reshape(len(scale), -1).any(-1, keepdim=True))
+        return Int8Weight(values, scale, self.group)
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return values and scale as the file has them."""

@@ -37,6 +37,7 @@ from library.precision.fp8_numbers import (
 )
 
 BLOCK = 32
+_LARGEST_EXPONENT = 127 + 16  # above, a weight's numbers would be beyond fp16's largest
 _MANTISSA_BITS = 23  # of fp32, above which its exponent lies, with e8m0's bias
 
 
@@ -103,9 +104,13 @@ class StoredMxfp8(StoredBlockScaled):
         values, blocks = self.read_numbers(file, rows, torch.uint8)
         values = values.view(E4M3FN.dtype)
         if holds_nan_or_inf(values):
-            raise file.refuse(self.name, "holds NaN", "download it again")
-        if blocks.eq(255).any():
-            raise file.refuse(self.tensors["block_scale"], "holds NaN", "download it again")
+            raise file.damaged(self.name, "holds NaN")
+        name = self.tensors["block_scale"]
+        if (worst := int(blocks.max())) > _LARGEST_EXPONENT:
+            what = "NaN" if worst == 255 else f"2^{worst - 127}, which no weight is as large as"
+            raise file.damaged(name, f"holds {what}")
+        numbers = values.view(torch.uint8)
+        file.refuse_unused(name, blocks == 0, lambda: (numbers & 0x7F).view(*blocks.shape, BLOCK).any(-1))
         return Mxfp8Weight(values, blocks)
 
 

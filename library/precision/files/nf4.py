@@ -23,9 +23,10 @@ multiplied with. diffusers multiplies in 16 bits and puts a LoRA beside the weig
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -37,6 +38,7 @@ from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, Stored
 from library.precision.files.cut_weight import block_slice, in_chunks
 from library.precision.files.file_tensors import FileTensors
 
+_FROM_MEAN = 0.05  # how far the mean of nested magnitudes may be from zero, in nested_offset; rounding moves it by 0.01
 _STATE = ".quant_state.bitsandbytes__"
 _READ_ONLY = "of bitsandbytes is read only here; diffusers puts a LoRA beside it, so nothing needs to be merged"
 
@@ -133,6 +135,7 @@ class StoredNf4(StoredReadOnly):
         values = file.read(self.name, rows, (outputs, inputs // 2))
         absmax, nested = self._vector(file, "absmax"), self._nested(file)
         block = self.state["blocksize"]
+        self._check(file, absmax, nested, lambda: file.read(self.name, byte_shape=(outputs * inputs // 2,)))
         if inputs % block == 0:
             runs, beside = inputs // block, {"first": start * (inputs // block), "stride": inputs // block}
             row_absmax = absmax.view(outputs, runs)[start:stop].clone()
@@ -143,6 +146,37 @@ class StoredNf4(StoredReadOnly):
         fine = math.gcd(inputs, block)
         row_absmax = absmax[torch.arange(start * inputs, stop * inputs, fine) // block].view(stop - start, -1)
         return Nf4Weight(values, row_absmax, self._vector(file, "quant_map"), kind=self.kind)
+
+    def _check(
+        self, file: FileTensors, absmax: Tensor, nested: Mapping[str, Any], numbers: Callable[[], Tensor]
+    ) -> None:
+        """Raise a UserError for what bitsandbytes never writes.
+
+        Args:
+            numbers: returns the whole weight's bytes; in a block of zeros, whatever they stand for, they are alike.
+        """
+        if not torch.allclose(self._vector(file, "quant_map"), _numbers_of(self.kind), atol=1e-5):
+            raise file.damaged(self.tensors["quant_map"], f"holds other numbers than {self.kind} has")
+        if nested:
+            largest, steps, of_blocks = nested["nested_absmax"], nested["nested_quant_map"], nested["nested_block"]
+            if (steps.diff() <= 0).any() or steps[-1] != 1:
+                raise file.damaged(self.tensors["nested_quant_map"], "does not rise to 1, as bitsandbytes' does")
+            name, sizes, units, block = self.tensors["nested_absmax"], largest, absmax, of_blocks
+            mean = (steps[absmax.int()] * largest.repeat_interleave(block)[: len(absmax)]).mean()
+            if mean.abs() > _FROM_MEAN * nested["nested_offset"]:
+                raise file.damaged(self.tensors["absmax"], f"is not around nested_offset, its mean in {self.name!r}")
+        else:
+            name, sizes, block = self.tensors["absmax"], absmax, self.state["blocksize"] // 2
+            units = numbers() if (absmax == 0).any() else absmax
+        if (sizes < 0).any():
+            raise file.damaged(name, "holds negative magnitudes")
+
+        def used() -> Tensor:
+            blocks = functional.pad(units, (0, -len(units) % block)).view(-1, block)
+            within = torch.arange(blocks.numel()).view(-1, block) < len(units)
+            return ((blocks != blocks[:, :1]) & within).any(-1)
+
+        file.refuse_unused(name, sizes == 0, used)
 
     def _nested(self, file: FileTensors) -> dict[str, Any]:
         if "nested_absmax" not in self.tensors:
@@ -160,7 +194,7 @@ class StoredNf4(StoredReadOnly):
         if not values.is_floating_point():
             return values
         if not torch.isfinite(values).all():
-            raise file.refuse(self.tensors[field], "holds NaN or infinity", "download it again")
+            raise file.damaged(self.tensors[field], "holds NaN or infinity")
         return values.float()
 
 
@@ -198,6 +232,21 @@ def _stored(file: FileTensors, marker: str) -> StoredNf4:
     )
 
 
+@functools.cache
+def _numbers_of(kind: str) -> Tensor:
+    """Return the sixteen numbers of ``kind``, fp32.
+
+    nf4: quantiles of the normal distribution, eight above zero and seven below, over the largest (Dettmers et al. 2023,
+    https://arxiv.org/abs/2305.14314, appendix E). fp4: sign, two bits of exponent, one of mantissa, over the largest.
+    """
+    if kind == "fp4":
+        above = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12
+        return torch.cat([above, -above])
+    tail = 0.9677083  # of the first and last quantile: the mean of 1 - 1/30 and 1 - 1/32
+    above, below = (torch.special.ndtri(torch.linspace(tail, 0.5, steps, dtype=torch.float64)[:-1]) for steps in (9, 8))
+    return (torch.cat([-below, torch.zeros(1), above.flip(0)]) / above[0]).float()
+
+
 def _state(file: FileTensors, marker: str) -> dict[str, Any]:
     """Return what the JSON bytes ``marker`` say, checked."""
     kind = marker.partition(_STATE)[2]
@@ -208,7 +257,8 @@ def _state(file: FileTensors, marker: str) -> dict[str, Any]:
         whole = [*state["shape"], state["blocksize"]]
         if "nested_offset" in state:
             whole.append(state["nested_blocksize"])
-            float(state["nested_offset"])
+            if not 0 <= float(state["nested_offset"]) < math.inf:
+                raise ValueError
         if len(state["shape"]) != 2 or not all(type(side) is int and side > 0 for side in whole):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):

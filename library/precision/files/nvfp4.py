@@ -17,7 +17,8 @@ In files:
     modelopt       no marker; the first number in the *low* four bits, ``weight_scale`` by rows (NVIDIA ModelOpt, Black
                    Forest Labs' files for diffusers: ``diffusers.quantizers.bfl``).
 
-So the marker tells the order of the two numbers. Without one, scales in tiles are refused: nothing says the order.
+So the marker tells the order of the two numbers. Without one, scales in tiles are refused: nothing says the order. Most
+shapes fit both, so where the marker may have been lost, the scales themselves have to show that they lie by rows.
 ``pre_quant_scale`` (AWQ) is refused too: ComfyUI applies a LoRA to the inputs that it has scaled by it, so no LoRA
 looks there as elsewhere. Sources: comfy-kitchen (``tensor/nvfp4.py``, ``float_utils.py``), ComfyUI ``comfy/ops.py``.
 
@@ -26,7 +27,8 @@ In memory the first number is in the high four bits and block scales are by rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -40,18 +42,21 @@ from library.precision.files.comfy_quant import (
     ComfyLayer,
     StoredBlockScaled,
     comfy_layers,
+    from_tiles,
     new_fields,
     scales_are_tiled,
     tiled_shape,
 )
 from library.precision.files.cut_weight import in_chunks
-from library.precision.files.file_tensors import FileTensors
+from library.precision.files.file_tensors import FileTensors, quantization_method
 from library.precision.fp8_numbers import E4M3FN, holds_nan_or_inf, power_of_two, refuse_nan, round_to_whole
 from library.precision.names import LayoutKind
 
 BLOCK = 16
 _LARGEST = 6.0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_LOOKED_AT = 8  # layers of a file without markers
+_TELLING = 8.0  # standard deviations of one layer's answer
 _SATURATION = 7 / 6  # what 6 can stand for: up to 7 numbers are rounded to it
 
 
@@ -166,8 +171,15 @@ class StoredNvfp4(StoredBlockScaled):
         if self.low_first:
             values = _swapped(values)
         if holds_nan_or_inf(blocks) or (blocks.float() < 0).any():
-            raise file.refuse(self.tensors["block_scale"], "holds a scale that is NaN or negative", "download it again")
-        return Nvfp4Weight(values, blocks, file.read_scale(self.tensors["scale"]).reshape(1, 1))
+            raise file.damaged(self.tensors["block_scale"], "holds a scale that is NaN or negative")
+        zero, name = blocks.view(torch.uint8) == 0, self.tensors["scale"]
+
+        def used() -> Tensor:
+            return (values & 0x77 != 0).view(*blocks.shape, BLOCK // 2).any(-1)
+
+        file.refuse_unused(self.tensors["block_scale"], zero, used)
+        scale = file.read_scale(name, zeros=True).reshape(1, 1)
+        return Nvfp4Weight(values, blocks, file.used_scale(name, scale, lambda: used().any()))
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return numbers and scales as the file has them, rows filled up with zeros."""
@@ -180,7 +192,13 @@ class StoredNvfp4(StoredBlockScaled):
 def find(file: FileTensors) -> dict[str, StoredWeight]:
     """Return the nvfp4 weights of ``file``, by name."""
     found: dict[str, StoredWeight] = {layer.weight: _stored(layer) for layer in comfy_layers(file, "nvfp4")}
-    return found | {layer.weight: _stored(layer, marked=False) for layer in _unmarked_layers(file)}
+    unmarked = list(_unmarked_layers(file))
+    if unmarked and found:
+        missing = f"{unmarked[0].name}.comfy_quant"
+        raise file.damaged(missing, f"is missing, which {len(found)} other nvfp4 layers have")
+    others = {layer.weight: _stored(layer, marked=False) for layer in unmarked}
+    _refuse_unsaid(file, [stored for stored in others.values() if _looks_tiled(stored)], len(others))
+    return found | others
 
 
 def _unmarked_layers(file: FileTensors) -> Iterator[ComfyLayer]:
@@ -190,6 +208,49 @@ def _unmarked_layers(file: FileTensors) -> Iterator[ComfyLayer]:
         known = file.dtype(f"{layer}.weight") == "U8" and file.dtype(f"{layer}.weight_scale") in ("F8_E4M3", "U8")
         if leaf == "weight_scale_2" and known and layer not in file.layer_configs:
             yield ComfyLayer(file, layer, {"format": "nvfp4"})
+
+
+def _looks_tiled(stored: StoredNvfp4) -> bool:
+    """Return whether scales by rows have the shape of whole tiles, so that they could be those of ComfyUI's file."""
+    shape = stored.tensor_specs[stored.tensors["block_scale"]][1]
+    return tiled_shape(shape) == shape
+
+
+def _refuse_unsaid(file: FileTensors, unsaid: Sequence[StoredNvfp4], layers: int) -> None:
+    """Raise a UserError if the scales of a file without markers may lie in tiles: its marker may have been lost.
+
+    They lie by rows if any layer's can only do that (not all of its ``layers`` are ``unsaid``), if a ``config.json``
+    says modelopt, or if scales of one row, and of one run of inputs, are more alike so. Weights differ from row to row;
+    in the wrong order this is lost.
+    """
+    if len(unsaid) < layers or not unsaid or quantization_method(file.path) == "modelopt":
+        return
+    largest = sorted(unsaid, key=lambda stored: -math.prod(stored.shape))[:_LOOKED_AT]
+    gains = []
+    for stored in largest:
+        scales = file.read(stored.tensors["block_scale"]).view(E4M3FN.dtype)
+        gains.append(_alike(scales) - _alike(from_tiles(scales, scales.shape)))
+    if sum(gains) < _TELLING * math.sqrt(len(gains)):
+        raise file.refuse(
+            unsaid[0].tensors["block_scale"],
+            "may lie by rows (modelopt) or in tiles (ComfyUI), and there is no marker",
+            'use the file with ComfyUI\'s _quantization_metadata, or say {"quantization_config": {"quant_method": '
+            '"modelopt"}} in a config.json beside it',
+        )
+
+
+def _alike(scales: Tensor) -> float:
+    """Return how many standard deviations above chance scales [rows, runs] of one row, and of one run, are alike.
+
+    The logarithm of F of an analysis of variance, whose own deviation is sqrt(2 / a + 2 / b) for a and b degrees.
+    """
+    logs, found = scales.float().clamp_min(E4M3FN.smallest).log(), 0.0
+    for groups in (logs, logs.T):
+        count, size = groups.shape
+        if min(count, size) > 1:
+            ratio = size * groups.mean(1).var() / groups.var(1).mean().clamp_min(1e-12)
+            found += float(ratio.clamp_min(1e-12).log()) / math.sqrt(2 / (count - 1) + 2 / (count * (size - 1)))
+    return found
 
 
 def _stored(layer: ComfyLayer, marked: bool = True) -> StoredNvfp4:

@@ -46,7 +46,7 @@ def modelopt_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return tensors | {"l.input_scale": torch.tensor(0.5)}
 
 
-@pytest.mark.parametrize("shape", [(48, 96), (128, 64)], ids=["by rows only", "shaped like tiles"])
+@pytest.mark.parametrize("shape", [(48, 96), (128, 256)], ids=["by rows only", "shaped like tiles"])
 def test_files_without_a_marker_are_read_as_diffusers_reads_them(tmp_path: Path, shape: tuple[int, int]) -> None:
     tensors = modelopt_tensors(uneven(*shape))
     file = opened(tmp_path / "a.safetensors", tensors)
@@ -137,7 +137,7 @@ def test_sides_that_are_no_multiples_of_16_stay_in_high_precision() -> None:
     assert Nvfp4Scheme().fitting((24, 16)) is None
 
 
-@pytest.mark.parametrize("exponent", [0, 1, 100, 127, 200])
+@pytest.mark.parametrize("exponent", [1, 100, 127, 143])
 def test_every_exponent_stands_for_what_comfy_kitchen_says(tmp_path: Path, exponent: int) -> None:
     values = torch.arange(256, dtype=torch.uint8).clamp_max(254)
     values[127] = 126  # 127 and 255 are NaN
