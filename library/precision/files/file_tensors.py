@@ -43,7 +43,7 @@ _NUNCHAKU = "train on the bf16 file of the same model: Nunchaku puts a LoRA besi
 _COMFY = "use the int8_convrot, nvfp4, GGUF or bf16 file of the same model"
 _COMFY_FORMATS = ("convrot_w4a4", "asym_w4a8_int8", "awq_w4a16")
 _UNDERFLOWN = 1 / 16  # of a weight's blocks, at most
-_SAMPLED, _FEWEST = 64, 16  # rows that are looked at; groups that tell something
+_SAMPLED, _BY_CHANCE = 256, -16.0  # rows that are looked at; logarithm of the chance that all reach the largest number
 _RUNS = (128, 64)  # inputs that share a scale in fp8 files
 _UNREAD = read_toml(Path(__file__).with_name("unread.toml"))[0]
 
@@ -98,7 +98,8 @@ class FileTensors:
     def refuse_shared(self, name: str, magnitudes: Tensor, largest: float, run: int, rows: bool) -> None:
         """Raise a UserError if the scale ``name`` is one of several that its weight was made with.
 
-        The largest number of a group is the format's, so if all rows or runs reach it each of them had its own scale.
+        The largest number of a group is the format's: if all rows or runs reach it with few numbers, each of them had
+        its own scale.
 
         Args:
             magnitudes: [n, in] of the numbers of some rows (:func:`sampled`). largest: of the format.
@@ -110,7 +111,8 @@ class FileTensors:
                 continue
             groups = magnitudes.reshape(outputs * inputs // size, size)
             full = groups[(groups != 0).any(-1)] == largest
-            if len(full) >= _FEWEST and full.any(-1).all() and full.float().mean() < 0.5:
+            chance = -torch.expm1(-full.float().sum(-1).mean())  # that a group has any, were they spread at random
+            if full.any(-1).all() and len(full) * chance.log() < _BY_CHANCE:
                 what = f"each run of {size} inputs" if size < inputs else "each row"
                 raise self.damaged(name, f"is too few scales: {what} of its weight reaches the largest number")
 
