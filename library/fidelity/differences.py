@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from library.fidelity.border import Border, judge_border, white_noise
+from library.fidelity.intervals import Share, ratio_interval
 from library.fidelity.runs import EvalSet, Outcome
 from library.precision.parity.seam import regions
 
@@ -23,6 +24,7 @@ class Differences:
         latents_by_step: after each step of the sampling run.
         latents, image: of the finished ones; NaN where there was no sampling or no decoding.
         border: of the decoded images; None without masks or images.
+        by_image: squared error of each image, of what ``error`` is of; it adds up to the whole's.
     """
 
     velocity: float
@@ -31,11 +33,19 @@ class Differences:
     latents: float
     image: float
     border: Border | None
+    by_image: tuple[float, ...] = ()
 
     @property
     def error(self) -> float:
         """The error people see: of the decoded image, else of the latents, else of the velocity."""
         return next((size for size in (self.image, self.latents, self.velocity) if math.isfinite(size)), 0.0)
+
+
+def taken_off(before: Differences, after: Differences) -> Share:
+    """Return the share of the squared error of ``before`` that is gone in ``after``."""
+    gone = [old - new for old, new in zip(before.by_image, after.by_image, strict=True)]
+    share = 1 - (after.error / before.error) ** 2 if before.error else 0.0
+    return Share(share, *ratio_interval(gone, before.by_image))
 
 
 def compare(
@@ -64,6 +74,7 @@ def compare(
         latents=relative_error(reference.latents, other.latents) if steps else math.nan,
         image=relative_error(reference.images, other.images) if other.images else math.nan,
         border=judge_border(*border_errors_of(reference, other, drawn, decode)) if decode and other.images else None,
+        by_image=_by_image(_judged(reference), _judged(other)),
     )
 
 
@@ -72,6 +83,20 @@ def relative_error(reference: Sequence[Tensor], other: Sequence[Tensor]) -> floa
     error = sum(float((b.double() - a.double()).square().sum()) for a, b in zip(reference, other, strict=True))
     size = sum(float(a.double().square().sum()) for a in reference)
     return math.sqrt(error / size) if error else 0.0
+
+
+def _judged(outcome: Outcome) -> Sequence[Sequence[Tensor]]:
+    """Return what ``Differences.error`` is of, lists that have an entry an image."""
+    if outcome.images or outcome.path:
+        return [outcome.images or outcome.latents]
+    return [*outcome.velocities.values()]
+
+
+def _by_image(reference: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Tensor]]) -> tuple[float, ...]:
+    """Return the squared error of each image, added up over what there is of it."""
+    pairs = (zip(*lists, strict=True) for lists in zip(reference, other, strict=True))
+    errors = ([float((b.double() - a.double()).square().sum()) for a, b in pair] for pair in pairs)
+    return tuple(map(sum, zip(*errors, strict=True)))
 
 
 def mask_in_pixels(mask: Tensor, image: Tensor) -> Tensor:

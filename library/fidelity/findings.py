@@ -13,16 +13,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from library.errors import names_in_short
+from library.fidelity.intervals import Share
 from library.fidelity.tensors import SURE, TensorRow
 from library.files import read_toml
 from library.precision.parity.layer_errors import FLAGGED
 from library.precision.recipe import KINDS
 
+WORTH_MENDING = 0.05  # of the squared error: what makes less is no reason to do anything
 _STRENGTH = 0.05
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
+Size = Literal["real", "small", "cannot tell"]
 
 _TABLES = read_toml(Path(__file__).with_name("findings.toml"))[0]
 CAUSES: dict[str, str] = {cause: row["title"] for cause, row in _TABLES.items()}
@@ -37,16 +40,32 @@ class Finding:
         cause: key of ``CAUSES``. share: of the squared error, as far as causes add up.
         layers: that show it; empty where it is not about layers.
         evidence: the numbers that speak for it, in words.
+        low, high: 95 % interval of ``share`` over images; NaN where it is not known.
+        exact: the file is provably not what it should be, however little that changes on these images.
     """
 
     cause: str
     share: float
     layers: tuple[str, ...]
     evidence: str
+    low: float = math.nan
+    high: float = math.nan
+    exact: bool = False
+
+    @property
+    def size(self) -> Size:
+        """Whether it makes a real part of the error; cannot tell where the interval has both sides of that."""
+        side = Share(self.share, self.low, self.high).side(WORTH_MENDING)
+        return "real" if side == "above" else "small" if side == "below" else "cannot tell"
+
+    def with_share(self, share: Share) -> Finding:
+        """Return it as making this share."""
+        return replace(self, share=share.value, low=share.low, high=share.high)
 
     def claim(self) -> str:
         """Return cause, share and evidence in words."""
-        share = "" if math.isnan(self.share) else f" ({self.share:.1%} of the error)"
+        small = "small here: " if self.exact and self.size == "small" else ""
+        share = "" if math.isnan(self.share) else f" ({small}{self.share:.1%} of the error)"
         return f"{CAUSES[self.cause]}{share}: {self.evidence}"
 
     def sentence(self) -> str:
@@ -133,7 +152,13 @@ def tensor_findings(rows: Sequence[TensorRow]) -> list[Finding]:
         if row.fault:
             by_fault.setdefault(row.fault, []).append(row)
     return [
-        Finding(fault, math.nan, tuple(row.name for row in by_fault[fault]), _evidence(fault, by_fault[fault], rows))
+        Finding(
+            fault,
+            math.nan,
+            tuple(row.name for row in by_fault[fault]),
+            _evidence(fault, by_fault[fault], rows),
+            exact=fault != "delta_lost",
+        )
         for fault in CAUSES
         if fault in by_fault
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -35,6 +36,24 @@ def ratio_interval(parts: Sequence[float], wholes: Sequence[float], share: float
     ends = torch.tensor([(1 - share) / 2, (1 + share) / 2], dtype=torch.float64)
     low, high = (part / whole).quantile(ends).tolist()
     return low, high
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share of the squared error, with its 95 % interval over images; NaN of a single one."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+
+    def times(self, factor: float) -> Share:
+        """Return so much of it."""
+        return Share(*(factor * each for each in (self.value, self.low, self.high)))
+
+    def side(self, limit: float) -> Side:
+        """Return on which side of ``limit`` it is; without an interval it may be four times as large, or small."""
+        known = not math.isnan(self.low)
+        return side(*((self.low, self.high) if known else (self.value / 4, 4 * self.value)), limit)
 
 
 def side(low: float, high: float, limit: float) -> Side:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from library.fidelity.serving import numbers, rounded, rounds
-from library.fidelity.tensors import TensorRow
+from library.fidelity.tensors import SURE, TensorRow
 from library.precision.files.base import QuantizedWeight
 from library.precision.linear import QuantizedLinear
 from library.precision.parity.activations import LayerInputs
@@ -82,7 +82,7 @@ class LayerRow:
 
     @property
     def lost(self) -> bool:
-        """Whether less of a merged update is left than 0.95, beyond three standard errors of the rounding's noise.
+        """Whether less of a merged update is left than 0.95, beyond what rounding's noise makes of it.
 
         What was changed is gain * update + noise, and the noise's part of it sqrt(1 - cosine^2); over n weights it
         moves the gain by gain * tan(angle) / sqrt(n).
@@ -91,7 +91,7 @@ class LayerRow:
             return False
         cosine = max(abs(self.retention_cosine or 0.0), 1e-3)
         doubt = abs(self.retention) * math.sqrt(max(0.0, 1 - cosine**2)) / cosine / math.sqrt(self.size)
-        return self.retention + 3 * doubt < FLAGGED
+        return self.retention + SURE * doubt < FLAGGED
 
 
 def layer_row(

@@ -153,7 +153,7 @@ def _measured(report: Report) -> dict[str, Any]:
             {"when": row.merging.when, "how": row.merging.how, "judged": row.judged, "differences": row.differences}
             for row in report.merges
         ],
-        "remedies": list(report.remedies),
+        "remedies": [asdict(each) | {"text": each.words} for each in report.remedies],
         "deployment": report.full,
         "causes": {each.cause: {"alone": each.alone, "without": each.without} for each in report.attributions},
         "layers": list(report.comparison.layers),

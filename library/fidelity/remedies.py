@@ -1,12 +1,16 @@
-"""What to do, in the order of cost: settings of the server, measured where they were run; then files that are fitted.
+"""What to do, in the order of what it takes off the error: settings of the server, files in another way, fitted LoRAs.
+
+Nothing is advised that takes off next to nothing, and no new file where the weights' rounding is a small part: what
+makes the rest has to be mended first, and the report on that says what is left.
 
 A remedy that makes a file carries the command, ready to run but for the name of the file.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -16,11 +20,15 @@ from library.config.model_types import MODEL_FILE_KEYS
 from library.errors import counted
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.comparison import Comparison
-from library.fidelity.differences import Differences
+from library.fidelity.differences import Differences, taken_off
+from library.fidelity.findings import REMEDIES, WORTH_MENDING, as_sentence
+from library.fidelity.intervals import Share
 from library.fidelity.servers import dropped_by_bypass
 from library.fidelity.serving import Models, Variant
+from library.fidelity.verdict import Verdict
 
 _WORTH_IT = 0.8  # times the base's error, below which another format is worth a line
+_NEW_FILE = 0.25  # of the squared error, below which no new file is advised, and no LoRA fitted to the old one
 _BYPASS = ("--server", "comfyui-bypass")
 SAVE_TO = "{save_to}"  # in a command: the file that it is to write
 
@@ -36,6 +44,7 @@ class Remedy:
         command: words after the interpreter that make it; None where it is a setting.
         cost: in words; empty for nothing.
         again: flags of a report on the result, besides the file: how it is meant to be served.
+        takes_off: share of the squared error that it takes off, at most. cause: that it mends, where it is one's.
     """
 
     text: str
@@ -44,17 +53,55 @@ class Remedy:
     command: tuple[str, ...] | None = None
     cost: str = ""
     again: tuple[str, ...] = ()
+    takes_off: Share = field(default_factory=lambda: Share(math.nan))
+    cause: str = ""
+
+    @property
+    def words(self) -> str:
+        """What to do, and what share of the error that takes off."""
+        if math.isnan(self.takes_off.value):
+            return self.text
+        share, side = f"{self.takes_off.value:.0%} of the error", self.takes_off.side(WORTH_MENDING)
+        most = "at most " if self.makes and self.cost else ""
+        effect = (
+            f"It takes off {most}{share}" if side == "above" else f"It may take off {share}: too few images to tell"
+        )
+        return f"{self.text} {effect}."
+
+
+def in_order(remedies: Sequence[Remedy], first: str) -> list[Remedy]:
+    """Return what is worth doing, by the share that it takes off; what mends the cause ``first`` before all."""
+    kept = [each for each in remedies if each.cause or each.takes_off.side(WORTH_MENDING) != "below"]
+    return sorted(kept, key=lambda each: (each.cause != first, -_known(each.takes_off.value)))
+
+
+def _known(value: float) -> float:
+    return 0.0 if math.isnan(value) else value
+
+
+def of_findings(verdict: Verdict) -> list[Remedy]:
+    """Return what mends each defect."""
+    named = {each.cause: each for each in (*verdict.certain, *verdict.uncertain)}
+    shares = {cause: Share(each.share, each.low, each.high) for cause, each in named.items()}
+    if verdict.alarm and verdict.main.cause not in (*named, *verdict.normal):  # at the border alone
+        shares[verdict.main.cause] = Share(math.nan)
+    return [Remedy(as_sentence(REMEDIES[cause]), takes_off=share, cause=cause) for cause, share in shares.items()]
 
 
 def costly_remedies(
-    models: Models, variant: Variant, options: CalibrationOptions, loras: Sequence[Path], command_words: Sequence[str]
+    models: Models,
+    variant: Variant,
+    rounding: Share,
+    options: CalibrationOptions,
+    loras: Sequence[Path],
+    command_words: Sequence[str],
 ) -> list[Remedy]:
-    """Return what fits or trains the LoRA to the deployment, the cheapest first; nothing if it cannot.
+    """Return what fits or trains the LoRA to the deployment, the cheapest first; nothing if it cannot, or is no help.
 
-    ``command_words``: the words of the report's own command; a fix is that report once more.
+    ``rounding``: of the weights, its share. ``command_words``: of the report's own command; a fix is that once more.
     """
     served = str(models.deployed.path or models.deployed.name).removesuffix("+all")
-    if len(loras) != 1 or models.deployed.merged or not models.layers:
+    if len(loras) != 1 or models.deployed.merged or not models.layers or rounding.value < _NEW_FILE:
         return []
     words = [*_model(models), "--deploy", served, "--lora", str(loras[0]), *_calibration(options), "--save_to", SAVE_TO]
     in_comfyui = variant.merge is not None and models.server.is_comfyui
@@ -69,6 +116,7 @@ def costly_remedies(
             refit,
             "one pass over the images",
             again,
+            rounding,
         ),
         Remedy(
             f"Refit it with 32 ranks more in every quantised layer, which undo a part of the rounding{beside}.",
@@ -77,6 +125,7 @@ def costly_remedies(
             (*refit, "--correction_rank", "32"),
             "a larger LoRA",
             again,
+            rounding,
         ),
         Remedy(
             "Train it 400 steps on the served file, with the original model as the teacher.",
@@ -84,6 +133,7 @@ def costly_remedies(
             "fixes",
             (*fix, "teacher"),
             "minutes to an hour of training",
+            takes_off=rounding,
         ),
         Remedy(
             "Try every fix on your images and name the cheapest that does.",
@@ -91,6 +141,7 @@ def costly_remedies(
             "fixes",
             fix,
             "half an hour and more",
+            takes_off=rounding,
         ),
     ]
 
@@ -120,36 +171,41 @@ def free_remedies(
     without: Mapping[str, Differences],
     comparison: Comparison,
     loras: Sequence[Path],
+    verdict: Verdict,
 ) -> list[Remedy]:
-    """Return what a user may do before fitting or training anything, the cheapest first, a sentence or two each.
+    """Return what a user may do before fitting or training anything, a sentence or two each.
 
     Args:
         models, variant, full: the deployment, and how far it is from the reference.
         without: cause -> the same without it.
         comparison: of all tensors.
         loras: files, whose names decide what ComfyUI's bypass takes.
+        verdict: how the error splits.
     """
     layout = models.deployed.layout(models.deployed_family)
     in_comfyui = models.server.is_comfyui and not models.deployed.merged
     found = []
     if in_comfyui and variant.merge is not None:
         found.append(_bypass(models, full, without.get("merge"), loras))
-        gguf = "Or serve a GGUF of the model (Q8_0, Q6_K): its loader rounds nothing of a LoRA and multiplies in bf16"
-        found.append(Remedy(f"{gguf}, for slower steps."))
-    if comparison.int8 is not None and comparison.int8 < _WORTH_IT:
+        gguf = "Serve a GGUF of the model (Q8_0, Q6_K): its loader rounds nothing of a LoRA and multiplies in bf16"
+        parts = sum(verdict.shares[part].value for part in ("merge", "activations") if part in verdict.shares)
+        found.append(Remedy(f"{gguf}, for slower steps.", takes_off=Share(parts)))
+    better = verdict.rounding.times(1 - (comparison.int8 or 1.0) ** 2)
+    if comparison.int8 is not None and comparison.int8 < _WORTH_IT and better.value >= _NEW_FILE:
         text = (
-            f"Or serve int8_convrot instead (tools/quantize_model.py --scheme int8_convrot): the layers of the base "
+            f"Serve int8_convrot instead (tools/quantize_model.py --scheme int8_convrot): the layers of the base "
             f"would err {comparison.int8:.2f} times as much as now. ComfyUI rounds the LoRA there too: use the bypass."
         )
         words = ("tools/quantize_model.py", "--model", str(models.config.pretrained_model_name_or_path))
         int8 = (*words, "--scheme", "int8_convrot", "--save_to", SAVE_TO)
-        found.append(Remedy(text, "int8_convrot", "model", int8))
+        found.append(Remedy(text, "int8_convrot", "model", int8, takes_off=better))
     rounded = {each.how for each in models.roundings(variant).values()}
     if layout in ("comfy_scaled", "comfy_quant") and rounded - {"int8"} and (alone := without.get("activations")):
-        text = "Or have the file ask for products in high precision (tools/quantize_model.py --products high): "
+        text = "Have the file ask for products in high precision (tools/quantize_model.py --products high): "
         file = models.deployed.path
         high = ("tools/quantize_model.py", "--model", str(file), "--products", "high", "--save_to", SAVE_TO)
-        found.append(Remedy(f"{text}{_change(full, alone)}.", "high_products", "model", high if file else None))
+        text, command = f"{text}{_change(full, alone)}.", high if file else None
+        found.append(Remedy(text, "high_products", "model", command, takes_off=taken_off(full, alone)))
     return found
 
 
@@ -171,7 +227,8 @@ def _bypass(models: Models, full: Differences, without: Differences | None, lora
             words = ("tools/convert_lora.py", *lora, "--save_format", "comfy", "--save_to", SAVE_TO)
     if models.family.int8_passes_bypass and any(each.how == "int8" for each in models.served_inputs.values()):
         text += " On int8 files of this model newer versions multiply some layers past it: compare one picture."
-    return Remedy(text, "comfy", "lora", words, again=_BYPASS)
+    share = taken_off(full, without) if without else Share(math.nan)
+    return Remedy(text, "comfy", "lora", words, again=_BYPASS, takes_off=share)
 
 
 def _change(full: Differences, other: Differences) -> str:

@@ -13,9 +13,9 @@ from library.errors import counted
 from library.fidelity.calibration import Calibration, CalibrationOptions
 from library.fidelity.comparison import Comparison, compare_models
 from library.fidelity.differences import Differences, compare
-from library.fidelity.findings import CAUSES, REMEDIES, as_sentence
+from library.fidelity.findings import CAUSES, REMEDIES, WORTH_MENDING, as_sentence
 from library.fidelity.fixes import Fix, recommend, recommendation
-from library.fidelity.remedies import Remedy, costly_remedies, free_remedies
+from library.fidelity.remedies import Remedy, costly_remedies, free_remedies, in_order, of_findings
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
 from library.fidelity.server_image import ServerResult
 from library.fidelity.servers import Merging
@@ -25,7 +25,6 @@ from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
 from networks.files.weights import LoraWeights
 
 _FINE = 0.01  # share of an image's size that is lost without anybody seeing it
-_SMALL = 0.05  # share of the error below which a cause counts as ruled out
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Report:
         settings: name -> value, for the reader and the JSON.
         full: the deployment. attributions: its causes. comparison: of all tensors.
         merges: the ways in which the server merges, where there are several or one that was looked for.
-        remedies: what to do, the cheapest first.
+        remedies: what to do, by the share of the error that it takes off.
         reference, deployed: their outcomes, for the images.
         server: what pictures show that the server painted; None without any.
         fixes: that were tried.
@@ -70,6 +69,8 @@ class Report:
         judgement = "Nothing is broken: this is what the format loses."
         if self.verdict.alarm:
             judgement = "Act on this: more is lost than the format has to lose."
+        elif self.verdict.uncertain:
+            judgement = "More may be lost than the format has to lose; so few images cannot tell."
         elif off < _FINE:
             judgement = "This is fine: nothing has to be done."
         return f"{judgement} {what} are {off:.2%} off what the original model makes with this LoRA."
@@ -79,7 +80,8 @@ class Report:
         verdict, main = self.verdict, self.verdict.main
         alike = [each for each in (verdict.border_cause, *verdict.findings) if each and each.cause == main.cause]
         others = [each for each in verdict.findings if each.cause != main.cause]
-        small = [each for each in others if each.share < _SMALL]
+        unsure = [each for each in others if each in verdict.uncertain]
+        small = [each for each in others if not each.exact and each not in unsure and each.share < WORTH_MENDING]
         changed = {each.cause for each in self.attributions}
         nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer still: "
         same = [CAUSES[name] for name in vars(REFERENCE) if name not in changed and name in CAUSES]
@@ -87,12 +89,13 @@ class Report:
             "How we know": [each.claim() for each in alike],
             "What to do first": [nothing + REMEDIES[main.cause]],
             "Recommended of the fixes": [recommendation(self.best, self.full)] if self.fixes else [],
-            "What costs nothing": [remedy.text for remedy in self.remedies if not remedy.cost],
+            "What costs nothing": [each.words for each in self.remedies if not each.cost and not each.cause],
             "How the error splits": [verdict.parts()],
             "How the server merges": merge_sentences(self.merges),
             "What the server painted": [self.server.sentence()] if self.server else [],
             "The border": verdict.on_the_border(self.server is not None),
-            "What else was found": [each.sentence() for each in others if each not in small],
+            "What else was found": [each.sentence() for each in others if each not in (*small, *unsure)],
+            "Too few images to tell": [f"{each.claim()}; {verdict.images_wanted(each)} would" for each in unsure],
             "Unexplained": [verdict.unexplained()],
             "Ruled out as the main cause": [each.claim() for each in small],
             "Not looked at": [f"No flag says that the server differs from the reference in these: {', '.join(same)}"],
@@ -222,13 +225,14 @@ def measure(
 def with_remedies(
     report: Report, models: Models, options: CalibrationOptions, loras: Sequence[Path], words: Sequence[str]
 ) -> Report:
-    """Return the report with what to do, the cheapest first.
+    """Return the report with what to do, by what it takes off the error.
 
     ``loras``: the LoRAs' files. ``words``: of the report's own command; some remedies are that report once more.
     """
-    without = {each.cause: each.without for each in report.attributions if each.without}
-    free = free_remedies(models, report.variant, report.full, without, report.comparison, loras)
-    return replace(report, remedies=[*free, *costly_remedies(models, report.variant, options, loras, words)])
+    without, verdict = {each.cause: each.without for each in report.attributions if each.without}, report.verdict
+    free = free_remedies(models, report.variant, report.full, without, report.comparison, loras, verdict)
+    costly = costly_remedies(models, report.variant, verdict.rounding, options, loras, words)
+    return replace(report, remedies=in_order([*of_findings(verdict), *free, *costly], verdict.main.cause))
 
 
 def _words(models: Models, variant: Variant, cause: str) -> str:

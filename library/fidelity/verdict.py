@@ -14,16 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from library.errors import counted
 from library.fidelity.border import Border, BorderFigure
 from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences
-from library.fidelity.findings import CAUSES, Finding
+from library.fidelity.findings import CAUSES, WORTH_MENDING, Finding
+from library.fidelity.intervals import Share, images_to_tell, ratio_interval
 from library.fidelity.layers import LayerRow
 from library.fidelity.serving import Variant
 from library.precision.parity.layer_errors import FLAGGED
 
 _REST = 0.01  # of the weights' error, below which rounding is not worth a line beside a fault
-_WORTH_MENDING = 0.05
 _EXPLAINED = 0.99
 
 
@@ -38,6 +39,7 @@ class Attribution:
 
 
 NORMAL = ("weights", "merge", "modulation_in_fp8")  # rounding as it must be, and a choice: the price of the format
+_ROUNDING = ("weights", "modulation_in_fp8", "embedders_in_fp8", "sensitive_layer")
 _PARTS = {"weights": "base", "merge": "merge", "activations": "activations"}
 
 
@@ -53,6 +55,7 @@ class Verdict:
             where the reference's weights run.
         split: base, merge, activations -> what each alone puts the output off; of those that there are, if several.
         normal: causes that are no defects, the price of the format.
+        shares: cause of a run -> what it makes of the error. images: that they are measured on.
     """
 
     findings: tuple[Finding, ...]
@@ -61,6 +64,8 @@ class Verdict:
     explained: float | None = None
     split: Mapping[str, float] = field(default_factory=dict)
     normal: tuple[str, ...] = NORMAL
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    images: int = 0
 
     @property
     def defects(self) -> tuple[Finding, ...]:
@@ -68,25 +73,51 @@ class Verdict:
         return tuple(each for each in self.findings if each.cause not in self.normal)
 
     @property
+    def certain(self) -> tuple[Finding, ...]:
+        """Defects that make a real part of the error, or of a file that is provably wrong, by their share."""
+        return tuple(each for each in self.defects if each.exact or each.size == "real")
+
+    @property
+    def uncertain(self) -> tuple[Finding, ...]:
+        """Defects of which so few images cannot tell whether they make a real part of the error."""
+        return tuple(each for each in self.defects if not each.exact and each.size == "cannot tell")
+
+    @property
     def alarm(self) -> bool:
         """Whether there is anything to mend."""
-        return bool(self.defects) or (self.border is not None and self.border.state == "worse")
+        return bool(self.certain) or (self.border is not None and self.border.state == "worse")
 
     @property
     def main(self) -> Finding:
         """What to look at first: the cause at the border, then the defect with the largest share."""
         if self.border_cause:
             return self.border_cause
-        large = [each for each in self.defects if not each.share < _WORTH_MENDING]
-        rounding = [each for each in self.findings if each.cause == "weights"]
-        return (large or self.defects or rounding or self.findings)[0]
+        rounding = tuple(each for each in self.findings if each.cause == "weights")
+        return (self.certain or self.uncertain or rounding or self.findings)[0]
+
+    @property
+    def rounding(self) -> Share:
+        """What rounding the weights makes of the error: a better format, or a LoRA fitted to it, can take off that."""
+        share = self.shares.get("weights", Share(0.0))
+        found = sum(each.share for each in self.findings if each.cause in _ROUNDING)
+        return share.times(found / share.value) if share.value else share
 
     @property
     def headline(self) -> str:
-        """What to do first, or that there is nothing to mend."""
+        """What to do first, that there is nothing to mend, or that so few images cannot tell."""
+        main, images = self.main, counted(self.images, "image")
         if self.alarm:
-            return f"Look here first: {CAUSES[self.main.cause]}."
-        return "No defect: the deployment errs as its format must."
+            small = " (its effect is small here)" if main.exact and main.size == "small" else ""
+            return f"Look here first: {CAUSES[main.cause]}{small}."
+        if self.uncertain:
+            return f"{images} cannot tell whether this matters: {CAUSES[main.cause]}; {self.images_wanted(main)} would."
+        unsure = self.border is not None and self.border.state == "cannot tell"
+        also = f"; {images} cannot tell whether the border is worse" if unsure else ""
+        return f"No defect: the deployment errs as its format must{also}."
+
+    def images_wanted(self, finding: Finding) -> str:
+        """Return how many images would tell whether a finding makes a real part of the error, in words."""
+        return images_to_tell(self.images, finding.share, finding.low, finding.high, WORTH_MENDING)
 
     def parts(self) -> str:
         """Return how the served error splits, in words; empty where it is of one kind."""
@@ -139,11 +170,10 @@ def judge(
         attributions: one for each of its causes.
         comparison: of the deployed tensors with the reference's.
     """
-    sizes, layers = _squared_errors(attributions), comparison.layers
-    total = sum(sizes.values()) or 1.0
+    sizes, shares, layers = _squared_errors(attributions), _shares(attributions), comparison.layers
     findings: list[Finding] = []
     for each in attributions:
-        share = sizes[each.cause] / total
+        share = shares[each.cause]
         if each.cause == "weights":
             findings += _in_weights(share, comparison, each.alone.error)
         elif each.cause == "merge":
@@ -151,12 +181,13 @@ def judge(
         elif each.cause == "activations":
             findings.append(_in_activations(share, each, comparison))
         else:
-            findings.append(Finding(each.cause, share, (), f"{each.words}; {_alone(each)}"))
+            findings.append(Finding(each.cause, math.nan, (), f"{each.words}; {_alone(each)}").with_share(share))
     unfit = _unfit(layers, comparison.input_scales)
     if unfit and not comparison.used_scales.keys() & {*unfit}:
         text = f"{len(unfit)} layers are given more than the file's scale can hold, or far less ({unfit[0]}); a server "
         text += "that multiplies in fp8 uses them (--activations static shows what it paints)"
-        findings.append(Finding("activation_scale", 0.0, unfit, text))
+        gross = bool(_unfit(layers, comparison.input_scales, gross=True))
+        findings.append(Finding("activation_scale", 0.0, unfit, text, 0.0, 0.0, exact=gross))
     findings.sort(key=lambda finding: -finding.share)
     explained = comparison.explained if variant.weights else None
     split = {part: math.sqrt(sizes[cause]) for cause, part in _PARTS.items() if cause in sizes}
@@ -167,6 +198,8 @@ def judge(
         explained,
         split if len(split) > 1 else {},
         (*NORMAL, "activations") if variant.activations == "auto" else NORMAL,
+        shares,
+        len(full.by_image),
     )
 
 
@@ -178,53 +211,67 @@ def _squared_errors(attributions: Sequence[Attribution]) -> dict[str, float]:
     return sizes
 
 
-def _in_weights(share: float, comparison: Comparison, error: float) -> list[Finding]:
+def _shares(attributions: Sequence[Attribution]) -> dict[str, Share]:
+    """Return what each cause makes of the squared error, with intervals over images."""
+    sizes, by_image = _squared_errors(attributions), {each.cause: each.alone.by_image for each in attributions}
+    if "merge" in by_image and "weights" in by_image:
+        pairs = zip(by_image["merge"], by_image["weights"], strict=True)
+        by_image["merge"] = tuple(merge - weights for merge, weights in pairs)
+    total, wholes = sum(sizes.values()) or 1.0, [sum(parts) for parts in zip(*by_image.values(), strict=True)]
+    return {cause: Share(size / total, *ratio_interval(by_image[cause], wholes)) for cause, size in sizes.items()}
+
+
+def _in_weights(share: Share, comparison: Comparison, error: float) -> list[Finding]:
     """Return what is wrong with the weights, by measured shares, and what is left of them: rounding."""
     together = max(1.0, sum(max(0.0, finding.share) for finding in comparison.findings))  # put back one at a time
-    faults = [replace(each, share=share * max(0.0, each.share) / together) for each in comparison.findings]
-    left = max(0.0, share * comparison.explained - sum(finding.share for finding in faults))
-    if faults and left < _REST * share:
+    faults = [each.with_share(share.times(max(0.0, each.share) / together)) for each in comparison.findings]
+    left = max(0.0, share.value * comparison.explained - sum(finding.share for finding in faults))
+    if faults and left < _REST * share.value:
         return faults
     others = "every other tensor" if faults else "every tensor"
     text = f"{others} errs as its format must; the weights together put the output {error:.1%} off"
-    return [*faults, Finding("weights", left if faults else share, (), text)]
+    rest = share.times(left / share.value) if faults and share.value else share
+    return [*faults, Finding("weights", math.nan, (), text).with_share(rest)]
 
 
-def _lost(share: float, merged: Sequence[LayerRow]) -> Finding | None:
-    lost = [row for row in merged if row.lost]
-    if not lost:
-        return None
-    worst = min(lost, key=lambda row: row.retention or 0.0)
-    gains = sorted(row.retention for row in merged if row.retention is not None)
-    text = (
-        f"{len(lost)} of {len(merged)} layers hold less than {FLAGGED:.0%} of the update: "
-        f"{median(gains):.2f} in the median, {worst.retention:.2f} in the worst ({worst.name})"
-    )
-    return Finding("delta_lost", share, tuple(row.name for row in lost), text)
-
-
-def _in_merge(share: float, layers: Sequence[LayerRow], error: float) -> Finding:
+def _in_merge(share: Share, layers: Sequence[LayerRow], error: float) -> Finding:
+    """Blame the update that was rounded away where it is a real part of what the layers err; else rounding it is."""
     merged = [row for row in layers if row.retention is not None]
-    lost = _lost(share, merged) if merged else None
-    return lost or Finding("merge", share, (), f"beyond the weights' own rounding it puts the output {error:.1%} off")
+    gains = [row.retention or 0.0 for row in merged]
+    lost = [row for row in merged if row.lost]
+    missing = sum(((1 - (row.retention or 0.0)) * (row.lora_effect or 0.0)) ** 2 for row in lost)
+    left = f"{median(gains):.2f} of the update is left in the median layer" if gains else ""
+    if missing <= WORTH_MENDING * sum(row.output_error**2 for row in merged):
+        text = f"beyond the weights' own rounding it puts the output {error:.1%} off"
+        return Finding("merge", math.nan, (), f"{text}; {left}" if left else text).with_share(share)
+    worst = min(lost, key=lambda row: row.retention or 0.0)
+    text = f"{len(lost)} of {len(merged)} layers hold less than {FLAGGED:.0%} of the update: {left}, "
+    text += f"{worst.retention:.2f} in the worst ({worst.name})"
+    return Finding("delta_lost", math.nan, tuple(row.name for row in lost), text).with_share(share)
 
 
-def _in_activations(share: float, each: Attribution, comparison: Comparison) -> Finding:
+def _in_activations(share: Share, each: Attribution, comparison: Comparison) -> Finding:
     """Blame the scale where it clips what the layers are given, or is far too coarse for it."""
     if unfit := _unfit(comparison.layers, comparison.used_scales):
         text = f"{len(unfit)} layers are given more than their scale can hold, or far less ({unfit[0]})"
-        return Finding("activation_scale", share, unfit, f"{each.words}: {text}; {_alone(each)}")
-    return Finding("activations", share, (), f"{each.words}; {_alone(each)}")
+        gross = bool(_unfit(comparison.layers, comparison.used_scales, gross=True))
+        found = Finding("activation_scale", math.nan, unfit, f"{each.words}: {text}; {_alone(each)}", exact=gross)
+        return found.with_share(share)
+    return Finding("activations", math.nan, (), f"{each.words}; {_alone(each)}").with_share(share)
 
 
-def _unfit(layers: Sequence[LayerRow], scales: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the layers whose inputs are clipped by their scale in e4m3fn, or vanish among its subnormals."""
+def _unfit(layers: Sequence[LayerRow], scales: Mapping[str, float], gross: bool = False) -> tuple[str, ...]:
+    """Return the layers whose inputs are clipped by their scale in e4m3fn, or vanish among its subnormals.
+
+    ``gross``: those alone where it is the usual number that is clipped, not the largest.
+    """
     unfit = []
     for row in layers:
         scale = scales.get(row.name)
         if scale is None or not row.activations.rms:
             continue
-        if 448 * scale < 0.9 * row.activations.largest or 2**-6 * scale > row.activations.rms:
+        most = row.activations.rms if gross else 0.9 * row.activations.largest
+        if 448 * scale < most or 2**-6 * scale > row.activations.rms:
             unfit.append(row.name)
     return tuple(unfit)
 
@@ -236,19 +283,19 @@ def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Fi
     alone = [(each.alone.border.worst, each) for each in attributions if each.alone.border and is_worse(each.alone)]
     if alone:
         figure, best = max(alone, key=lambda pair: pair[0].times)
-        return Finding(best.cause, math.nan, (), f"alone it gives {figure.words()}")
+        return Finding(best.cause, math.nan, (), f"with it alone {figure.in_short()}")
     name = full.border.worst.name
     mended = [each for each in attributions if each.without and not is_worse(each.without)]
     found = [(left, each) for each in mended if (left := _figure(each.without, name))]
     if not found:
         return None
     figure, best = min(found, key=lambda pair: pair[0].times)
-    return Finding(best.cause, math.nan, (), f"without it there is {figure.words()}")
+    return Finding(best.cause, math.nan, (), f"without it {figure.in_short()}")
 
 
 def _named(border: Finding | None, findings: Sequence[Finding]) -> Finding | None:
     """Return what is at the border by its own name: of weights that are not just rounded, what is wrong with them."""
-    wrong = [finding for finding in findings if finding.layers and finding.cause not in NORMAL]
+    wrong = [each for each in findings if each.layers and each.cause not in NORMAL and each.size != "small"]
     if border is None or border.cause not in NORMAL or not wrong:
         return border
     worst = max(wrong, key=lambda finding: finding.share)
