@@ -1,7 +1,7 @@
 """Every tensor of the deployed model beside the reference's, and what was done to those that are not just rounded.
 
 First every tensor is measured: its error, what rounding to nearest in its format costs, how the errors lie in steps of
-the format (``transformations``), and which share of the LoRA's update is in it. From all rows together follows what
+the format (``rounding_laws``), and which share of the LoRA's update is in it. From all rows together follows what
 must be expected: the format that most weights have, and, where a file of high precision holds weights that lie on an
 unknown grid (a dequantised nf4, int8 or GGUF model), the error of the median layer. Then those that do not bear
 themselves as expected are diagnosed, a tensor at a time, against candidates made from the reference.
@@ -25,17 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from library.errors import names_in_short
+from library.fidelity.rounding_laws import ServedMatrix, dot, gain_of, honest, relative, same_in_bf16, steps_of
 from library.fidelity.serving import rounded, rounds
-from library.fidelity.transformations import (
-    ServedMatrix,
-    diagnose,
-    dot,
-    gain_of,
-    honest,
-    relative,
-    same_in_bf16,
-    steps_of,
-)
+from library.fidelity.transformations import diagnose
 from library.models.family import Family
 from library.precision.checkpoint import WeightFiles
 from library.precision.files.base import QuantizedWeight, Scheme
@@ -464,7 +456,7 @@ def _explained(measured: _Measured, usual: _Usual, others: Callable[[], Mapping[
     quantized = _as_fp8(stored) if measured.on_grid or stored is not None else _on_a_casts_grid(numbers)
     if measured.settled or in_line:
         return _judged_by_format(row, quantized, main, vector)
-    served = ServedMatrix(numbers, quantized, row.own_expected, pair.holds_update)
+    served = ServedMatrix(numbers, quantized, row.own_expected, pair.holds_update, stored or quantized)
     if delta is not None and row.lora_share is not None and abs(row.lora_share - pair.merged) > SURE * row.doubt:
         as_found = high + row.lora_share * delta
         if relative(numbers, as_found) < _TWO_ROUNDINGS * row.own_expected + _IN_BF16:

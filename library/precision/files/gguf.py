@@ -44,7 +44,7 @@ TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "Q6_K": (256, 210, (208,)),
     "IQ4_XS": (256, 136, (0,)),
 }
-_INT4 = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16}  # types of 4 even bits, and where the quantised values of a block begin
+INT4 = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16}  # types of 4 even bits, and where the quantised values of a block begin
 _READ_ONLY = "of GGUF is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
 
 
@@ -83,7 +83,7 @@ class GgufWeight(CutWeight):
     @property
     def is_int4(self) -> bool:
         """Whether its values are integers of 4 bits with a scale and an offset (:meth:`int4`)."""
-        return self.type in _INT4
+        return self.type in INT4
 
     def int4(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return quantised values 0..15 [out, in] uint8, scale and offset [out, in / 32] fp32; None of other types.
@@ -94,7 +94,7 @@ class GgufWeight(CutWeight):
 
         if not self.is_int4:
             return None
-        start = _INT4[self.type]
+        start = INT4[self.type]
         head = self.values[..., :start].contiguous()
         low_high = self.values[..., start:].unflatten(-1, (-1, 32 if self.type == "Q4_K" else 16))
         values = torch.stack((low_high & 15, low_high >> 4), dim=-2).reshape(self.shape)
