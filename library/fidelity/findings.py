@@ -17,13 +17,15 @@ from typing import Any, Literal
 
 from library.errors import names_in_short
 from library.fidelity.intervals import Share
-from library.fidelity.tensors import SURE, TensorRow
+from library.fidelity.tensors import TensorRow
+from library.fidelity.updates import SURE
 from library.files import read_toml
 from library.precision.parity.layer_errors import FLAGGED
 from library.precision.recipe import KINDS
 
 WORTH_MENDING = 0.05  # of the squared error: what makes less is no reason to do anything
 _STRENGTH = 0.05
+_GROUPS_SAID = 3  # of tensors with one cause and other numbers
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 Size = Literal["real", "small", "cannot tell"]
 
@@ -118,17 +120,19 @@ def _merged_faults(rows: Sequence[TensorRow]) -> dict[str, str]:
     if len(alike) >= 0.9 * len(rows) and abs(mean - 1) > max(_STRENGTH, SURE * doubt):
         kept = median(row.lora_kept or 0.0 for row in rows)
         once = sum(row.lora_at_share for row in rows) > 0.5 * len(rows)
-        lost = kept < FLAGGED and mean < 1 and abs(mean - kept) < 0.1 and not (once and kept > 0.1)
+        lost = kept < FLAGGED and 0 <= mean < 1 and abs(mean - kept) < 0.1 and not (once and kept > 0.1)
         absent = not lost and abs(mean) < max(0.1, SURE * doubt)
-        fault = "delta_lost" if lost else "lora_missing" if absent else "strength"
+        fault = "delta_lost" if lost else "lora_missing" if absent else "lora_sign" if mean < 0 else "strength"
         return {row.name: fault for row in rows}
     found = {}
     for row in rows:
         share, sure, kept = _share(row), SURE * row.doubt, row.lora_kept or 0.0
         less, more = share < 1 - max(_STRENGTH, sure), share > 1 + max(2 * _STRENGTH, sure)
-        if less and share < max(0.1, sure) and kept - share > max(0.15, sure):
+        if share < -max(0.1, sure):
+            found[row.name] = "lora_sign"
+        elif less and share < max(0.1, sure) and kept - share > max(0.15, sure):
             found[row.name] = "lora_missing"
-        elif (less or more) and row.lora_at_share and abs(share - kept) > max(0.15, sure):
+        elif (less or more) and row.lora_at_share:
             found[row.name] = "strength"
         elif less:
             found[row.name] = "delta_lost"
@@ -188,20 +192,44 @@ def _as_another_model(rows: Sequence[TensorRow]) -> list[TensorRow]:
 def _evidence(fault: str, found: Sequence[TensorRow], rows: Sequence[TensorRow]) -> str:
     """Return which tensors, and what is wrong with them: all alike, or the worst."""
     roles, quantised = {row.role for row in found}, all(row.own_expected for row in found)
-    of_lora = fault in ("lora_twice", "lora_missing", "strength", "delta_lost")
+    of_lora = fault in ("lora_twice", "lora_missing", "lora_sign", "strength", "delta_lost")
     among = [row for row in rows if row.role in roles and (row.own_expected or not quantised)]
     among = [row for row in rows if row.lora_share is not None] if of_lora else among
     noun = {"weight": "weights", "bias": "biases", "norm": "norms"}.get(*roles) if len(roles) == 1 else None
-    where = describe_tensors([row.name for row in found], [row.name for row in among], noun or "tensors")
+
+    def where(some: Sequence[TensorRow]) -> str:
+        return describe_tensors([row.name for row in some], [row.name for row in among], noun or "tensors")
+
     if of_lora:
-        mean, worst = _mean_share(found)[0], min(found, key=_share)
+        groups = _of_like_shares(found) if fault != "delta_lost" else [list(found)]
+        words = [f"{where(rows)}: {_mean_share(rows)[0]:.2f} of the LoRA's update is in the file" for rows in groups]
+        worst = min(found, key=_share)
         lowest = f", {_share(worst):.2f} in {worst.layer}" if len(found) > 1 and fault == "delta_lost" else ""
-        return f"{where}: {mean:.2f} of the LoRA's update is in the file{lowest}"
+        return _first(words) + lowest
     if fault in ("wrong_base", "other_block"):
-        return f"{where}: in the median {median(row.error for row in found):.1%} off"
+        return f"{where(found)}: in the median {median(row.error for row in found):.1%} off"
+    by_words: dict[str, list[TensorRow]] = {}
+    for row in sorted(found, key=lambda row: -row.error):
+        by_words.setdefault(row.diagnosis, []).append(row)
+    if len(by_words) <= _GROUPS_SAID:
+        return "; ".join(f"{where(rows)}: {words}" for words, rows in by_words.items())
     worst = max(found, key=lambda row: row.error)
-    alike = len({row.diagnosis for row in found}) == 1
-    return f"{where}: {worst.diagnosis}" + ("" if alike else f" (in {worst.name}, the worst)")
+    return f"{where(found)}: {worst.diagnosis} (in {worst.name}, the worst)"
+
+
+def _of_like_shares(found: Sequence[TensorRow]) -> list[list[TensorRow]]:
+    """Return the rows in groups that hold about as much of the update, the largest group first."""
+    groups: list[list[TensorRow]] = []
+    for row in sorted(found, key=_share):
+        if groups and _share(row) - _share(groups[-1][-1]) < max(2 * _STRENGTH, SURE * row.doubt):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return sorted(groups, key=len, reverse=True)
+
+
+def _first(words: Sequence[str]) -> str:
+    return "; ".join(words[:_GROUPS_SAID]) + ("; ..." if len(words) > _GROUPS_SAID else "")
 
 
 _GROUPS = {

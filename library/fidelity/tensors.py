@@ -25,16 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from library.errors import names_in_short
-from library.fidelity.rounding_laws import ServedMatrix, dot, gain_of, honest, relative, same_in_bf16, steps_of
+from library.fidelity.rounding_laws import ServedMatrix, gain_of, honest, relative, same_in_bf16, steps_of
 from library.fidelity.serving import rounded, rounds
-from library.fidelity.transformations import diagnose
+from library.fidelity.transformations import SIMPLE, diagnose, nearest_candidate
+from library.fidelity.updates import SURE, moved_update, share_in, with_merge
 from library.models.family import Family
 from library.precision.checkpoint import WeightFiles
 from library.precision.files.base import QuantizedWeight, Scheme
 from library.precision.files.fp8 import Fp8Weight
 from library.precision.fp8_numbers import FORMATS
 from library.precision.linear import QuantizedLinear
-from library.precision.parity.layer_errors import update_retention
 from networks.files.weights import LoraWeights
 
 Role = Literal["weight", "bias", "norm", "scale", "input_scale", "buffer"]
@@ -43,7 +43,7 @@ _GRID = 0.97  # distinct numbers in 32 neighbours, over the reference's; bf16 of
 _OUT_OF_LINE = 2.5  # times the median layer's error, where the format is not known
 _COARSER = 1.5  # times what the main format costs; e5m2 has 2, another granularity at most 1.2
 _OFF_NEAREST = 0.02  # share of numbers that may lie further than half a step, of one rounding to nearest
-SURE = 5.0  # standard errors
+_SHARE = 0.05  # of the update, from which it is worth a word
 _EITHER_NEIGHBOUR, _ONE_ROW = 1.55, 3.0  # times rounding to nearest: stochastic rounding has 1.41; of a single row
 _TWO_ROUNDINGS, _IN_BF16 = 1.9, 0.004  # times rounding to nearest; relative error of bf16's rounding, with a margin
 
@@ -141,7 +141,8 @@ def compare_tensors(
             row = TensorRow(name, place.role, "absent", place.size, 1.0, fault="wrong_base", diagnosis="of other shape")
             rows.append(row)
             continue
-        rows.append(_explained(measured[name], usual, partial(_same_shape, places, place)))
+        beside = {layer: update for layer, update in updates.items() if layer != place.layer}
+        rows.append(_explained(measured[name], usual, partial(_same_shape, places, place), beside))
         rows += _scale_rows(measured[name].pair, input_scales.get(place.layer))
     added = [place for name, place in served.items() if name not in places]
     return [*rows, *(TensorRow(place.name, place.role, "only here", place.size, 1.0) for place in added)]
@@ -337,15 +338,13 @@ def _measure(pair: _Pair, dtype: str) -> _Measured:
         row = replace(row, own_expected=relative(nearest, wanted))
         base = rounded(stored, high) if pair.holds_update else nearest
     if delta is not None and bool(delta.any()):
-        share, doubt = _share_of(numbers, base, delta)
-        kept = None
+        found = share_in(numbers, high, base, delta, row.own_expected)
         if pair.merged:
-            sum_ = base + delta
-            in_file = rounded(stored, sum_) if rounds(stored) else sum_.bfloat16().float()
-            kept = update_retention(in_file, base, delta).gain
-        at_share = pair.merged and _rounds_to(numbers, quantized, high + share * delta)
-        at_share = at_share and not _rounds_to(numbers, quantized, wanted)
-        row = replace(row, lora_share=share, lora_doubt=doubt, lora_kept=kept, lora_at_share=at_share)
+            in_format = partial(rounded, stored) if rounds(stored) else _in_bf16
+            found = with_merge(found, numbers, high, base, delta, in_format)
+        row = replace(
+            row, lora_share=found.share, lora_doubt=found.doubt, lora_kept=found.kept, lora_at_share=found.once
+        )
     if stored is not None and rounds(stored):
         doubt = SURE * row.own_expected / math.sqrt(high.numel())
         scaled = abs(gain - gain_of(nearest, wanted)) > 0.006 + doubt
@@ -371,11 +370,8 @@ def _errs_like(numbers: Tensor, nearest: Tensor, wanted: Tensor, most: float) ->
     return rows and float(error.sum()) <= most**2 * float(honest_error.sum()) + float(tiny.sum())
 
 
-def _rounds_to(numbers: Tensor, quantized: Fp8Weight | None, wanted: Tensor) -> bool:
-    """Return whether ``numbers`` are ``wanted`` rounded to nearest, once."""
-    if quantized is None:
-        return same_in_bf16(numbers, wanted)
-    return steps_of(quantized, wanted).off_nearest < _OFF_NEAREST
+def _in_bf16(numbers: Tensor) -> Tensor:
+    return numbers.bfloat16().float()
 
 
 def _as_if_on_grid(measured: _Measured, usual: Mapping[str, float]) -> bool:
@@ -418,15 +414,6 @@ def _shares(quantized: Fp8Weight, wanted: Tensor) -> tuple[float, float, float]:
     )
 
 
-def _share_of(numbers: Tensor, base: Tensor, delta: Tensor) -> tuple[float, float]:
-    """Return which share of ``delta`` is in ``numbers`` beyond ``base``, and its standard error."""
-    size = dot(delta, delta)
-    change = numbers - base
-    share = dot(change, delta) / size
-    left = change - share * delta
-    return share, math.sqrt(dot(left, left) / size / delta.numel())
-
-
 def _main_kind(rows: Sequence[TensorRow]) -> str:
     """Return the kind that most fp8 weights have, the finer of two that are as common; empty without any."""
     in_fp8 = [row for row in rows if row.own_expected and row.role == "weight"]
@@ -440,7 +427,12 @@ def _expected(scheme: Scheme | None, wanted: Tensor) -> float:
     return relative(fitting.quantize(wanted).dequantize(torch.float32), wanted) if fitting else 0.0
 
 
-def _explained(measured: _Measured, usual: _Usual, others: Callable[[], Mapping[str, Tensor]]) -> TensorRow:
+def _explained(
+    measured: _Measured,
+    usual: _Usual,
+    others: Callable[[], Mapping[str, Tensor]],
+    updates: Mapping[str, LoraWeights],
+) -> TensorRow:
     """Add to a row what is expected of it, and what was done to it if it is not that."""
     pair, row, main, typical = measured.pair, measured.row, usual.main, usual.medians.get(measured.row.kind, 0.0)
     vector = row.role != "weight" or pair.reference.shape[0] == 1
@@ -449,7 +441,7 @@ def _explained(measured: _Measured, usual: _Usual, others: Callable[[], Mapping[
         row = replace(row, expected=typical, own_expected=typical)
     if (measured.settled or in_line) and not row.own_expected:
         return row
-    high, numbers, delta, wanted = pair.matrices()
+    _, numbers, delta, wanted = pair.matrices()
     if row.own_expected and not measured.on_grid:
         row = replace(row, expected=row.own_expected if row.kind == main or vector else _expected(usual.scheme, wanted))
     stored = pair.deployed.stored
@@ -458,16 +450,46 @@ def _explained(measured: _Measured, usual: _Usual, others: Callable[[], Mapping[
         return _judged_by_format(row, quantized, main, vector)
     served = ServedMatrix(numbers, quantized, row.own_expected, pair.holds_update, stored or quantized)
     if delta is not None and row.lora_share is not None and abs(row.lora_share - pair.merged) > SURE * row.doubt:
-        as_found = high + row.lora_share * delta
-        if relative(numbers, as_found) < _TWO_ROUNDINGS * row.own_expected + _IN_BF16:
-            return row  # what is wrong with it is how much of the LoRA it has
-        wanted, served = as_found, replace(served, merged=quantized is not None or rounds(stored))
+        named, as_found = _by_its_update(row, replace(served, merged=bool(row.own_expected)), pair, updates)
+        if named is not None:
+            return named
+        if not pair.merged:
+            wanted, served = as_found, replace(served, merged=quantized is not None or rounds(stored))
     if vector and quantized is not None and honest(steps_of(quantized, wanted)):
         return _judged_by_format(row, quantized, main, vector)
     fault, text = diagnose(served, wanted, others, row.name)
     if fault == "ruined_layer" and measured.on_grid and row.gain > 0.9:
         fault, text = "mixed_formats", f"rounded {row.error / typical:.1f} times as coarsely as the median layer"
     return replace(row, fault=fault, diagnosis=text)
+
+
+def _by_its_update(
+    row: TensorRow, served: ServedMatrix, pair: _Pair, updates: Mapping[str, LoraWeights]
+) -> tuple[TensorRow | None, Tensor]:
+    """Return the row if what is wrong with it is which update it holds, or how much of it; and that sum."""
+    high, numbers, delta, wanted = pair.matrices()
+    assert delta is not None
+    assert row.lora_share is not None
+    if pair.merged and (moved := moved_update(numbers - high, delta, updates)):
+        cause, words, held = moved
+        if served.fits(high + held) or relative(numbers, high + held) < _IN_BF16:
+            return replace(row, fault=cause, diagnosis=words), high + held
+    exact = nearest_candidate(ServedMatrix(numbers), wanted, SIMPLE) if served.stored is None else None
+    if exact is not None:
+        return replace(row, fault=exact[1][0], diagnosis=exact[1][1]), wanted
+    found = share_in(numbers, high, high, delta, row.own_expected)
+    as_found, gains = high + found.share * delta, torch.full((1, 1), found.gain)
+    far = relative(served.over(gains), as_found)
+    if not served.fits(as_found, gains) and far > _IN_BF16:
+        return None, as_found
+    simple = nearest_candidate(served, wanted, SIMPLE) if far > 1.1 * row.own_expected else None
+    if simple is not None and simple[0] < 0.9 * far:
+        return replace(row, fault=simple[1][0], diagnosis=simple[1][1]), as_found
+    if found.gain == 1:
+        return row, as_found
+    words = f"times {found.gain:.3g}, and holds {found.share:.2f} of the update"
+    words = words if abs(found.share - pair.merged) > _SHARE else f"times {found.gain:.3g}"
+    return replace(row, fault="wrong_scale", diagnosis=words), as_found
 
 
 def _judged_by_format(row: TensorRow, quantized: Fp8Weight | None, main: str, vector: bool) -> TensorRow:

@@ -10,7 +10,7 @@ far.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,6 +38,8 @@ _AS_NEAR = 1.05  # times as far, which as many gains as there are blocks of 16 m
 _ONE_SIDE = 0.03  # share of errors on the rarer side of zero, when all are cut; times 0.96 has 0.08
 
 Diagnosis = tuple[str, str]  # a key of CAUSES, and words
+Nearest = tuple[float, Diagnosis]  # how far it is still off
+Attempt = Callable[[ServedMatrix, Tensor], Iterator[Candidate]]
 
 
 def diagnose(
@@ -58,15 +60,19 @@ def diagnose(
         return "zeroed", "all zero"
     if bool((numbers == numbers.flatten()[0]).all()):
         return "ruined_layer", f"all {float(numbers.flatten()[0]):.3g}"
-    if found := _misrounded(served, wanted) or _nearest(served, wanted) or _few_wrong(served, wanted):
+    if found := _misrounded(served, wanted):
+        return found
+    if nearest := nearest_candidate(served, wanted, (*SIMPLE, _rolled, _transposed, misread, _rescaled, _permuted)):
+        return nearest[1]
+    if found := _few_wrong(served, wanted):
         return found
     return _of_another(served, wanted, others(), name) or _low_rank(served, wanted) or _elsewhere(served, wanted)
 
 
-def _nearest(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
+def nearest_candidate(served: ServedMatrix, wanted: Tensor, attempts: Sequence[Attempt]) -> Nearest | None:
     """Return the nearest of the candidates that fit, or the first that is as near as rounding lets any be."""
-    best: tuple[float, Diagnosis] | None = None
-    for attempt in (_zeroed, _scaled, _clipped, _rolled, _transposed, misread, _rescaled, _permuted):
+    best: Nearest | None = None
+    for attempt in attempts:
         for each in attempt(served, wanted):
             read = served
             if each.numbers is not None:
@@ -79,10 +85,10 @@ def _nearest(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
                 continue
             far = relative(read.over(gains), each.wanted)
             if far <= 1.1 * served.expected or not served.expected:
-                return each.cause, words
+                return far, (each.cause, words)
             if best is None or best[0] > _AS_NEAR * far:
                 best = far, (each.cause, words)
-    return best[1] if best else None
+    return best
 
 
 def _misrounded(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
@@ -221,6 +227,9 @@ def _clipped(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
             at = f"{high:.3g}" if low == high else f"{low:.3g} to {high:.3g}, row by row"
             text = f"{count} of {wanted.numel()} numbers ({count / wanted.numel():.2%}) are clipped at {at}"
             yield Candidate("clipped", text, wanted.clamp(-limit, limit))
+
+
+SIMPLE: tuple[Attempt, ...] = (_zeroed, _scaled, _clipped)  # number by number
 
 
 def _rolled(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:

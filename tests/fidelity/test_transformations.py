@@ -157,7 +157,7 @@ def signs(size: int) -> Tensor:
         ("nf4", lambda w: replace(m := stored("nf4", w), values=swapped(m.values)), "permuted", "each byte"),
         ("Q4_0", lambda w: swapped_q4(stored("Q4_0", w)), "permuted", "each byte"),
         ("Q4_1", lambda w: swapped_q4(stored("Q4_1", w)), "permuted", "each byte"),
-        ("nvfp4", lambda w: replace(m := stored("nvfp4", w), block_scale=from_tiles(m.block_scale, (256, 32))),
+        ("nvfp4", lambda w: replace(m := stored("nvfp4", w), block_scale=from_tiles(m.block_scale, (256, 64))),
          "wrong_scale", "lie by rows, and are read as tiles"),
         ("nvfp4", lambda w: replace(m := stored("nvfp4", w), block_scale=to_tiles(m.block_scale)),
          "wrong_scale", "lie in tiles, and are read by rows"),
@@ -181,7 +181,7 @@ def test_bytes_that_are_read_by_another_rule_are_named(
     name: str, make: Callable[[Tensor], QuantizedWeight], cause: str, words: str
 ) -> None:
     for seed in range(2):
-        w = weight(seed, columns=512 if name in ("nvfp4", "mxfp8") else 256)
+        w = weight(seed, columns=1024 if name in ("nvfp4", "mxfp8") else 256)
         found, text = said(make(w), w, name)
         assert found == cause, text
         assert words in text
