@@ -117,7 +117,9 @@ def _merged_faults(rows: Sequence[TensorRow]) -> dict[str, str]:
     mean, doubt = _mean_share(rows)
     near = max(_STRENGTH * abs(mean), _STRENGTH)
     alike = [row for row in rows if abs(_share(row) - mean) <= max(near, 4 * row.doubt)]
-    if len(alike) >= 0.9 * len(rows) and abs(mean - 1) > max(_STRENGTH, SURE * doubt):
+    usual = min(1.0, median(1.0 if row.lora_dithered is None else row.lora_dithered for row in rows))
+    off = min(abs(mean - 1), abs(mean - usual))
+    if len(alike) >= 0.9 * len(rows) and off > max(_STRENGTH, SURE * doubt):
         kept = median(row.lora_kept or 0.0 for row in rows)
         once = sum(row.lora_at_share for row in rows) > 0.5 * len(rows)
         lost = kept < FLAGGED and 0 <= mean < 1 and abs(mean - kept) < 0.1 and not (once and kept > 0.1)
@@ -127,7 +129,7 @@ def _merged_faults(rows: Sequence[TensorRow]) -> dict[str, str]:
     found = {}
     for row in rows:
         share, sure, kept = _share(row), SURE * row.doubt, row.lora_kept or 0.0
-        less, more = share < 1 - max(_STRENGTH, sure), share > 1 + max(2 * _STRENGTH, sure)
+        less, more = share < usual - max(_STRENGTH, sure), share > 1 + max(2 * _STRENGTH, sure)
         if share < -max(0.1, sure):
             found[row.name] = "lora_sign"
         elif less and share < max(0.1, sure) and kept - share > max(0.15, sure):

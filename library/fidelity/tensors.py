@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from library.errors import names_in_short
 from library.fidelity.rounding_laws import ServedMatrix, gain_of, honest, relative, same_in_bf16, steps_of
-from library.fidelity.serving import rounded, rounds
+from library.fidelity.serving import round_like, rounded, rounds
 from library.fidelity.transformations import SIMPLE, diagnose, nearest_candidate
 from library.fidelity.updates import SURE, moved_update, share_in, with_merge
 from library.models.family import Family
@@ -35,6 +35,8 @@ from library.precision.files.base import QuantizedWeight, Scheme
 from library.precision.files.fp8 import Fp8Weight
 from library.precision.fp8_numbers import FORMATS
 from library.precision.linear import QuantizedLinear
+from library.precision.parity.layer_errors import update_retention
+from library.randomness import generator
 from networks.files.weights import LoraWeights
 
 Role = Literal["weight", "bias", "norm", "scale", "input_scale", "buffer"]
@@ -62,6 +64,7 @@ class TensorRow:
         zeros, subnormals, saturated: shares of the fp8 values; zeros count where the reference is not zero.
         lora_share: of the LoRA's update that is in it; None without a LoRA for it. lora_doubt: its standard error.
         lora_kept: what rounding to nearest would leave of the update in a merge into the weight's own numbers.
+        lora_dithered: the same of stochastic rounding: nvfp4 clips a little of it at the largest number of a block.
         lora_at_share: it is the reference with that share of the update, rounded once; and not with all of it.
         fault: the cause it shows, a key of ``CAUSES``; empty where nothing is wrong.
         diagnosis: what was done to it, in words.
@@ -82,6 +85,7 @@ class TensorRow:
     lora_share: float | None = None
     lora_doubt: float | None = None
     lora_kept: float | None = None
+    lora_dithered: float | None = None
     lora_at_share: bool = False
     fault: str = ""
     diagnosis: str = ""
@@ -345,6 +349,8 @@ def _measure(pair: _Pair, dtype: str) -> _Measured:
         row = replace(
             row, lora_share=found.share, lora_doubt=found.doubt, lora_kept=found.kept, lora_at_share=found.once
         )
+        if pair.merged and rounds(stored):
+            row = replace(row, lora_dithered=_dithered(stored, base, delta))
     if stored is not None and rounds(stored):
         doubt = SURE * row.own_expected / math.sqrt(high.numel())
         scaled = abs(gain - gain_of(nearest, wanted)) > 0.006 + doubt
@@ -360,6 +366,13 @@ def _measure(pair: _Pair, dtype: str) -> _Measured:
         return _Measured(pair, row, False, True)
     on_grid = place.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16())
     return _Measured(pair, row, False, on_grid)
+
+
+def _dithered(stored: QuantizedWeight | None, base: Tensor, delta: Tensor) -> float:
+    """Return what stochastic rounding in the format of ``stored`` leaves of ``delta`` in a merge into ``base``."""
+    assert stored is not None
+    made = round_like(stored, base + delta, "stochastic", generator("dithered", delta.numel()))
+    return update_retention(made.dequantize(torch.float32), base, delta).gain
 
 
 def _errs_like(numbers: Tensor, nearest: Tensor, wanted: Tensor, most: float) -> bool:

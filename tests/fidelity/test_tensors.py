@@ -413,6 +413,27 @@ def test_weights_of_other_formats_are_known_by_what_rounding_to_them_costs(
     assert "rolled by 3 rows" in evidence
 
 
+@pytest.mark.parametrize("name", ["int8", "int8_convrot", "nvfp4", "row"])
+@pytest.mark.parametrize("into_rounded", [False, True])
+def test_an_honest_merge_in_any_format_is_no_defect(reference: nn.Module, name: str, into_rounded: bool) -> None:
+    """Into the original, or at random into weights that are on the grid: nvfp4 clips some of it."""
+    for seed in range(2):
+        loras = lora_for(reference, 0.2, seed)
+        deployed = copy.deepcopy(reference)
+        quantize_model(deployed, Recipe(scheme_named(name)), compute="dequant")
+        for number, (layer, update) in enumerate(loras.items()):
+            made = deployed.get_submodule(layer)
+            if isinstance(made, QuantizedLinear):
+                high = made.dequantized(torch.float32) if into_rounded else weight_of(reference, layer)
+                random = seeded(100 * seed + number)
+                scheme = made.quantized().scheme
+                made.set_quantized(scheme.quantize(high + update.delta(), stochastic=into_rounded, generator=random))
+        quantised = {
+            layer: one for layer, one in loras.items() if isinstance(deployed.get_submodule(layer), QuantizedLinear)
+        }
+        assert named(reference, deployed, quantised, merged=True) == []
+
+
 @pytest.mark.parametrize("levels", [7, 127])
 def test_a_dequantised_model_of_another_format_is_known_by_its_grid(reference: nn.Module, levels: int) -> None:
     deployed = copy.deepcopy(reference)

@@ -1,0 +1,110 @@
+"""What is the headline, what an alarm, what is advised first: of causes whose shares of the error are planted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from library.fidelity.comparison import Comparison
+from library.fidelity.differences import Differences
+from library.fidelity.findings import WORTH_MENDING, Finding
+from library.fidelity.intervals import Share
+from library.fidelity.layers import ActivationSizes, LayerRow
+from library.fidelity.remedies import Remedy, in_order, of_findings
+from library.fidelity.serving import Variant
+from library.fidelity.verdict import Attribution, Verdict, judge
+
+
+def differences(by_image: list[float]) -> Differences:
+    """An error of that square on each image, the reference's size being 1."""
+    size = math.sqrt(max(0.0, sum(by_image)) / len(by_image))
+    return Differences(size, {}, [], math.nan, math.nan, None, tuple(by_image))
+
+
+def layer(number: int, retention: float | None, error: float = 0.025, effect: float = 0.024) -> LayerRow:
+    sizes = ActivationSizes(1.0, 9.0, ())
+    return LayerRow(f"blocks.{number}", "", 4096, error, error, False, "", retention, 0.5, effect, sizes)
+
+
+def judged(
+    shares: Mapping[str, float], images: int = 8, spread: float = 0.05, seed: int = 0,
+    faults: tuple[Finding, ...] = (), retention: float | None = None,
+) -> Verdict:  # fmt: skip
+    """Judge causes that make those shares of the squared error, give or take ``spread`` an image."""
+    random = np.random.default_rng(seed)
+    by_image = {
+        cause: [share * float(np.exp(random.normal(0, spread))) for _ in range(images)]
+        for cause, share in shares.items()
+    }
+    if {"merge", "weights"} <= shares.keys():  # measured with the weights' own rounding in it
+        by_image["merge"] = [a + b for a, b in zip(by_image["merge"], by_image["weights"], strict=True)]
+    full = differences([sum(errors) for errors in zip(*by_image.values(), strict=True)])
+    causes = [Attribution(cause, cause, differences(errors), None) for cause, errors in by_image.items()]
+    rows = [layer(number, retention) for number in range(52)]
+    return judge(Variant(weights=True), full, causes, Comparison(rows, [], faults, 1.0, {}, {}))
+
+
+def test_rounding_alone_and_a_trace_of_something_else_are_no_alarm() -> None:
+    for shares in ({"weights": 1.0}, {"weights": 0.7, "merge": 0.3}, {"weights": 0.98, "blank": 0.02}):
+        verdict = judged(shares)
+        assert not verdict.alarm
+        assert verdict.headline.startswith("No defect")
+        assert verdict.main.cause == "weights"
+
+
+def test_the_largest_real_cause_is_the_headline_and_its_remedy_the_first() -> None:
+    verdict = judged({"weights": 0.06, "blank": 0.74, "guidance": 0.2})
+    assert verdict.alarm
+    assert verdict.headline == "Look here first: the region is blanked with another colour."
+    assert [each.cause for each in verdict.certain] == ["blank", "guidance"]
+    files = Remedy("serve another file", makes="model", takes_off=verdict.rounding)
+    small = Remedy("load it otherwise", takes_off=Share(0.01))
+    found = in_order([small, files, *of_findings(verdict)], verdict.main.cause)
+    assert [each.cause for each in found] == ["blank", "guidance", ""]
+    assert f"takes off {verdict.main.share:.0%} of the error" in found[0].words
+    assert verdict.main.share == pytest.approx(0.74, abs=0.02)  # 0.05 an image, 8 images
+
+
+@pytest.mark.parametrize("images", [1, 2, 4, 8, 30])
+def test_a_share_whose_interval_has_both_sides_is_never_worded_as_yes_or_no(images: int) -> None:
+    seen = set()
+    for seed in range(40):
+        share = 10 ** np.random.default_rng(seed).uniform(-2.5, -0.1)
+        verdict = judged({"weights": 1 - share, "blank": share}, images, spread=0.6, seed=seed)
+        found = next(each for each in verdict.findings if each.cause == "blank")
+        seen.add(found.size)
+        assert verdict.alarm == (found.size == "real")
+        if not math.isnan(found.low) and found.low <= WORTH_MENDING <= found.high:
+            assert found.size == "cannot tell"
+        if found.size == "cannot tell":
+            assert f"{images} image{'s' * (images > 1)} cannot tell whether this matters" in verdict.headline
+            assert "images would" in verdict.headline
+            assert "No defect" not in verdict.headline
+    assert seen == {"real", "small", "cannot tell"}
+
+
+def test_a_file_that_is_provably_wrong_stays_an_alarm_and_says_that_its_effect_is_small() -> None:
+    wrong = Finding("wrong_scale", 0.001, ("blocks.0.weight",), "times 2", exact=True)
+    verdict = judged({"weights": 1.0}, faults=(wrong,))
+    assert verdict.alarm
+    assert verdict.headline == "Look here first: tensors with a wrong scale (its effect is small here)."
+    assert "small here" in verdict.main.claim()
+    verdict = judged({"weights": 0.1, "blank": 0.9}, faults=(wrong,))
+    assert verdict.main.cause == "blank"
+    assert verdict.main.size == "real"
+
+
+@pytest.mark.parametrize(
+    ("retention", "cause"),
+    [(0.15, "delta_lost"), (0.5, "delta_lost"), (0.95, "merge"), (0.87, "merge"), (1.0, "merge")],
+)
+def test_an_update_is_called_lost_where_that_is_a_real_part_of_what_the_layers_err(
+    retention: float, cause: str
+) -> None:
+    """nvfp4 leaves 0.95 of it in the median layer and 0.87 in the worst: next to its own error that is nothing."""
+    verdict = judged({"weights": 0.5, "merge": 0.5}, retention=retention)
+    assert next(each for each in verdict.findings if each.cause in ("merge", "delta_lost")).cause == cause
+    assert verdict.alarm == (cause == "delta_lost")
