@@ -289,6 +289,108 @@ def pipeline(part: str = "", values: Mapping[str, object] | None = None, clean: 
     return make
 
 
+def quantized(scheme: str, *changes: Change) -> Make:
+    """Return how to make a deployment of a ``scheme`` with ``tools/quantize_model.py``, its tensors changed."""
+
+    def make(_place: Path, folder: Path) -> Path:
+        call("quantize_model", "--model", MODEL, "--save_to", folder, "--scheme", scheme)
+        file = next(folder.rglob(WEIGHTS))
+        edit(file, file, *changes)
+        return folder
+
+    return make
+
+
+def merged_with(how: Change, *flags: str) -> Make:
+    """Return how to merge the LoRA with ``tools/merge_lora.py`` after its tensors were changed."""
+
+    def make(place: Path, folder: Path) -> Path:
+        file = folder.with_suffix(".safetensors")
+        edit(place / "lora.safetensors", file, how)
+        words = ["--model", MODEL, "--model_type", "flux_fill", "--lora", file, "--save_to", folder]
+        call("merge_lora", *words, *flags, "--accept_loss")
+        return folder
+
+    return make
+
+
+def update_times(pattern: str, factor: Callable[[str], float]) -> Change:
+    """Return the change that multiplies the LoRA's updates of the layers that ``pattern`` is found in."""
+
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "lora_B" in name and re.search(pattern, name)]:
+            tensors[name] = tensors[name] * factor(name)
+
+    return change
+
+
+def update_transposed(tensors: Tensors) -> None:
+    """Exchange up and down of the LoRA's square layers."""
+    for up in [name for name in tensors if "lora_B" in name]:
+        down = up.replace("lora_B", "lora_A")
+        if tensors[up].shape[0] == tensors[down].shape[1]:
+            tensors[up], tensors[down] = tensors[down].T, tensors[up].T
+
+
+def in_another_order(tensors: Tensors) -> None:
+    """Give every layer of the LoRA the update of the next one of its shape."""
+    downs = [name for name in tensors if "lora_A" in name]
+    before = dict(tensors)
+    for down in downs:
+        shapes = {name: (before[name].shape, before[name.replace("lora_A", "lora_B")].shape) for name in downs}
+        alike = [name for name in downs if shapes[name] == shapes[down]]
+        other = alike[(alike.index(down) + 1) % len(alike)]
+        for a, b in ((down, other), (down.replace("lora_A", "lora_B"), other.replace("lora_A", "lora_B"))):
+            tensors[a] = before[b]
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """Return bytes with their halves exchanged."""
+    return codes << 4 | codes >> 4
+
+
+def by_rows(scales: Tensor) -> Tensor:
+    """Return block scales in the order of rows, in the tensor where those in cuBLAS's tiles were."""
+    rows, runs = scales.shape
+    tiles = scales.reshape(rows // 128, runs // 4, 32, 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, runs)
+
+
+def unrotated(pattern: str) -> Change:
+    """Return the change that rounds the reference's weights to int8 rows under a marker that says rotated."""
+
+    def change(tensors: Tensors) -> None:
+        names = [name for name, tensor in tensors.items() if tensor.dtype == torch.int8 and re.search(pattern, name)]
+        assert names, f"{pattern}: names no int8 weight"
+        for name in names:
+            weight, scale = reference()[name].float(), f"{name.removesuffix('.weight')}.weight_scale"
+            tensors[scale] = weight.abs().amax(1, keepdim=True) / 127
+            tensors[name] = (weight / tensors[scale]).round().to(torch.int8)
+
+    return change
+
+
+def wrapping(tensors: Tensors) -> None:
+    """Round to int8 rows with 127.6 steps to the largest number, as C's cast does: 128 becomes -128."""
+    for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]:
+        weight, scale = reference()[name].float(), f"{name.removesuffix('.weight')}.weight_scale"
+        tensors[scale] = weight.abs().amax(1, keepdim=True) / 127.6
+        codes = (weight / tensors[scale]).round().to(torch.int16)
+        tensors[name] = torch.where(codes > 127, codes - 256, codes).to(torch.int8)
+
+
+def scales_of_columns(layer: str) -> Change:
+    """Return the change that gives a square layer of a file of row scales those of its columns, in their place."""
+
+    def change(tensors: Tensors) -> None:
+        weight = reference()[f"{layer}.weight"].float()
+        scale = weight.abs().amax(0) / 448
+        tensors[f"{layer}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[f"{layer}.scale_weight"] = scale.reshape(tensors[f"{layer}.scale_weight"].shape)
+
+    return change
+
+
 def with_part(part: str, other: str, clean: str = "cast") -> Make:
     """Return how to serve a clean deployment as a whole pipeline, with a part that is another model's."""
 

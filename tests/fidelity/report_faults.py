@@ -51,27 +51,37 @@ from tests.fidelity.planted_faults import (
     Server,
     anew,
     at,
+    by_rows,
     changed,
     clip,
     exchanged,
     flush,
     given,
+    in_another_order,
     in_e5m2,
     merged,
+    merged_with,
     named,
+    nibbles,
     noisy,
     other,
     paint,
     permute,
     pipeline,
     prepare,
+    quantized,
     roll,
+    scales_of_columns,
     stored_in_fp8,
     times,
     trained,
     transpose,
     truncate,
+    unrotated,
+    update_times,
+    update_transposed,
     with_part,
+    wrapping,
 )
 
 RUN = ("--images", "3", "--steps", "4", "--sigmas", "0.6")
@@ -111,6 +121,7 @@ class Fault:
     strength: float = 1.0
     section: str = "listed"
     server: Server | None = None
+    also: tuple[str, tuple[str, ...], str] | None = None  # cause, where and remedy of a second fault, in any finding
 
 
 _ROW = ("--save_precision", "fp8_row", "--rounding", "nearest")
@@ -317,6 +328,46 @@ FOR_TRAINING = (
     _trained("OneTrainer's", {"ot_revision": "23df3832"}, flags=("--blank", "grey"), clean="row"),
 )
 
+_INT8 = ("--save_precision", "int8_convrot", "--rounding", "nearest")
+_SIGN, _MOVED = "sign", "of another layer|in another order|exchanged"
+_HALVES = at(f"{IN_FF}.scale_weight", partial(times, 0.5))
+BY_NAME = (
+    Fault("scales of all layers times 0.97", changed("tensor", at(r".*\.scale_weight", partial(times, 0.97))),
+          "scale", (_ALL, r"\b0\.97\b"), _REMAKE),
+    Fault("scales of all int8 layers times 0.97", quantized("int8_row", at(r".*\.weight_scale", partial(times, 0.97))),
+          "scale", (_ALL, r"\b0\.97\b"), _REMAKE),
+    Fault("scale of one layer times 0.97", changed("tensor", at(f"{IN_FF}.scale_weight", partial(times, 0.97))),
+          "scale", (IN_FF, r"\b0\.97\b"), _REMAKE),
+    Fault("merged with attention at half", merged_with(update_times("attn", lambda _: 0.5), *_ROW),
+          "strength", ("attention", r"\b0\.(5\d?|49)\b"), "strength", _MERGED),
+    Fault("merged with attention at half (int8)", merged_with(update_times("attn", lambda _: 0.5), *_INT8),
+          "strength", ("attention", r"\b0\.(5\d?|49)\b"), "strength", _MERGED),
+    Fault("merged with alpha forgotten", merged_with(update_times("", lambda _: 4.0), *_ROW),
+          "strength", (r"\b(4\.0|3\.9)\d*",), "strength", _MERGED),
+    Fault("merged with a sign a layer", merged_with(update_times("", lambda name: (-1) ** len(name)), *_ROW),
+          _SIGN, (r"-(1\.0|0\.9)", r"\d+ of 52"), "strength|again", _MERGED),
+    Fault("q and k exchanged in the LoRA", merged_with(exchanged("transformer." + QUERY, "transformer."
+          + QUERY.replace("to_q", "to_k")), *_ROW), _MOVED, (IN_QUERY, "to_k"), "again", _MERGED),
+    Fault("the LoRA's updates in another order", merged_with(in_another_order, *_INT8),
+          _MOVED, (_ALL,), "again", _MERGED),
+    Fault("the LoRA's updates transposed", merged_with(update_transposed, *_ROW),
+          "transposed", (r"attn\.to_q",), "again", _MERGED),
+    Fault("scales of columns at the rows", changed("row", scales_of_columns(QUERY)),
+          "axis|column", (IN_QUERY,), _REMAKE),
+    Fault("one layer not rotated", quantized("int8_convrot", unrotated(OUT)), "rotat", (IN_OUT,), _REMAKE),
+    Fault("no layer rotated", quantized("int8_convrot", unrotated("")), "rotat", (_ALL,), _REMAKE),
+    Fault("int8 that wraps", quantized("int8_row", wrapping), "wrap|overflow", (_ALL,), _REMAKE),
+    Fault("nvfp4 tiles that lie by rows", quantized("nvfp4", at(f"{IN_OUT}.weight_scale", by_rows)),
+          "tile", (IN_OUT,), _REMAKE),
+    Fault("nvfp4 nibbles exchanged", quantized("nvfp4", at(f"{IN_DOWN}.weight", nibbles)),
+          "nibble|byte", (IN_DOWN,), _REMAKE),
+    Fault("a scale halved and rows permuted", changed("row", _HALVES, at(f"{IN_OUT}.weight", permute)),
+          "scale", (IN_FF, r"\b0\.50?\b"), _REMAKE, also=(_ORDER, (IN_OUT, "row"), _REMAKE)),
+    Fault("attention at half and the rest's sign",
+          merged_with(update_times("", lambda name: 0.5 if ".attn." in name else -1.0), *_ROW),
+          "strength", ("attention", r"\b0\.5"), "strength", _MERGED, also=(_SIGN, (r"-(1\.0|0\.9)",), "again")),
+)  # fmt: skip
+
 _ANY = f"damaged|differ|{_ORDER}"
 _FURTHER = (
     Fault("q and k of a block exchanged", changed("cast", exchanged(QUERY, QUERY.replace("to_q", "to_k"))),
@@ -389,7 +440,7 @@ FAULTS = (
     *BY_FLAGS,
     *BY_SERVERS,
     *(replace(fault, section="further") for fault in _FURTHER),
-    *(replace(fault, section="later") for fault in BY_TRAINING),
+    *(replace(fault, section="later") for fault in (*BY_TRAINING, *BY_NAME)),
     *(replace(fault, section="clean", name=f"clean: {fault.name}") for fault in (*_HONEST, *FOR_TRAINING)),
 )
 
@@ -466,7 +517,12 @@ def judge(fault: Fault, answer: Answer) -> str:
         return "alarm" if alarm or "Unexplained" in answer.words else "normal"
     if not alarm and main["cause"] in NORMAL:
         return "not" if "Unexplained" in answer.words else "normal"
-    grades = [grade(fault, main), *(grade(fault, one) for one in findings if one["share"] < SMALL)]
+    aside = [one for one in findings if fault.also or one["share"] < SMALL]
+    grades = [grade(fault, one) for one in (main, *aside)]
+    if fault.also:
+        cause, where, remedy = fault.also
+        second = replace(fault, cause=cause, where=where, remedy=remedy)
+        grades = ["partly" if all(grade(second, one) != "wholly" for one in findings) else each for each in grades]
     if "wholly" in grades:
         return "wholly"
     return "partly" if any(grade(fault, one) != "not" for one in (main, *findings)) else "not"
