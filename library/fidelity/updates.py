@@ -77,19 +77,21 @@ def with_merge(found: Share, numbers: Tensor, high: Tensor, base: Tensor, delta:
 def moved_update(change: Tensor, delta: Tensor | None, others: Mapping[str, LoraWeights]) -> Moved | None:
     """Return which other update explains ``change`` = S - W [out, in] much better than the layer's own ``delta``.
 
-    ``others``: updates of other layers, of which those of its shape are tried, by some rows: of two much alike the
-    first, and so the own one's turned or with its halves exchanged before them.
+    ``others``: updates of other layers, of which those of its shape are tried, by some rows.
     """
     rows = torch.arange(0, len(change), max(1, len(change) // _ROWS))
     part = change[rows]
     energy = dot(part, part)
-    own = 0.0 if delta is None else _taken(part, delta[rows])[1]
+    most = 0.0 if delta is None else _CLEARLY * _taken(part, delta[rows])[1]
+    best: tuple[str, str, Callable[[Tensor], Tensor]] | None = None
     for cause, words, update in _candidates(delta, others, change.shape):
         share, taken = _taken(part, update(rows))
-        noise = SURE**2 * max(energy - taken, 0.0) / part.numel()
-        if abs(share) > 0.2 and taken > _CLEARLY * own + noise:
-            return cause, f"holds {share:.2f} of {words}", share * update(torch.arange(len(change)))
-    return None
+        if abs(share) > 0.2 and taken > most + SURE**2 * max(energy - taken, 0.0) / part.numel():
+            best, most = (cause, f"holds {share:.2f} of {words}", update), taken
+    if best is None:
+        return None
+    held = best[2](torch.arange(len(change)))
+    return best[0], best[1], _taken(change, held)[0] * held
 
 
 def _taken(change: Tensor, update: Tensor) -> tuple[float, float]:

@@ -358,7 +358,7 @@ BY_NAME = (
     Fault("no layer rotated", quantized("int8_convrot", unrotated("")), "rotat", (_ALL,), _REMAKE),
     Fault("int8 that wraps", quantized("int8_row", wrapping), "wrap|overflow", (_ALL,), _REMAKE),
     Fault("nvfp4 tiles that lie by rows", quantized("nvfp4", at(f"{IN_OUT}.weight_scale", by_rows)),
-          "tile", (IN_OUT,), _REMAKE),
+          "tile|scales of zero for blocks of numbers", (IN_OUT,), _REMAKE),  # those of filled-up rows
     Fault("nvfp4 nibbles exchanged", quantized("nvfp4", at(f"{IN_DOWN}.weight", nibbles)),
           "nibble|byte", (IN_DOWN,), _REMAKE),
     Fault("a scale halved and rows permuted", changed("row", _HALVES, at(f"{IN_OUT}.weight", permute)),
