@@ -27,6 +27,7 @@ from torch import Tensor
 
 from library.console import Console
 from library.errors import UserError, counted
+from library.fidelity.intervals import images_to_tell, ratio_interval, side
 from library.fidelity.runs import EvalSet, Outcome, run_variant
 from library.fidelity.serving import Models, Variant
 from networks.files.weights import LoraWeights
@@ -44,7 +45,7 @@ class StrengthRow:
     """What the LoRA does at a strength on the distilled model, beside what it does at 1 on the base.
 
     ``size`` and ``direction`` are of velocities, ``picture`` and ``picture_direction`` of finished latents; NaN where
-    none were sampled.
+    none were sampled. ``low`` and ``high`` are the 95 % interval over images of the size that decides.
     """
 
     strength: float
@@ -52,6 +53,8 @@ class StrengthRow:
     direction: float
     picture: float = math.nan
     picture_direction: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
 
     @property
     def error(self) -> float:
@@ -62,6 +65,15 @@ class StrengthRow:
     def shown(self) -> float:
         """The size that decides: in pictures, or of velocities where there are none."""
         return self.size if math.isnan(self.picture) else self.picture
+
+    @property
+    def judgement(self) -> str:
+        """Weaker, stronger, as strong, or that so few images cannot tell."""
+        if side(self.low, self.high, 1 - EQUAL) == "below":
+            return "weaker"
+        if side(self.low, self.high, 1 + EQUAL) == "above":
+            return "stronger"
+        return "as strong" if self.low >= 1 - EQUAL and self.high <= 1 + EQUAL else ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,7 @@ class Distilled:
         by_sigma: noise level -> size and direction at strength 1.
         equal: the strength of equal size; None where there is none up to ``MOST``.
         images: title -> finished pictures [3, H, W], for the page; empty where none were sampled.
+        images_run: how many both models ran on.
     """
 
     name: str
@@ -84,10 +97,17 @@ class Distilled:
     by_sigma: Mapping[float, tuple[float, float]]
     equal: float | None
     images: Mapping[str, Sequence[Tensor]]
+    images_run: int = 0
 
     def at(self, strength: float) -> StrengthRow:
         """Return the row of a strength that was run."""
         return next(row for row in self.rows if row.strength == strength)
+
+    @property
+    def alarm(self) -> bool:
+        """Whether the LoRA is shown to do something else, or not as much."""
+        one = self.at(1.0)
+        return not self.share or one.direction < _ANOTHER or one.judgement in ("weaker", "stronger")
 
     def sentence(self) -> str:
         """Return the verdict."""
@@ -107,9 +127,15 @@ class Distilled:
         if not math.isnan(one.picture):
             sizes = f"{one.picture:.2f} of its effect on the base in finished pictures, {one.size:.2f} in velocities "
             sizes += f"(cosine {one.direction:.2f})"
-        if self.equal == 1.0:
-            return f"The LoRA is as strong {where} as on the base: {sizes}."
-        text = f"The LoRA is {'weaker' if one.shown < 1 else 'stronger'} {where}: {sizes}"
+        if one.judgement == "as strong" or not one.judgement:
+            limit = min((1 - EQUAL, 1 + EQUAL), key=lambda each: abs(each - one.shown))
+            wanted = images_to_tell(self.images_run, one.shown, one.low, one.high, limit)
+            few = (
+                f"{counted(self.images_run, 'image')} cannot tell whether the LoRA is as strong {where} as on the base"
+            )
+            as_strong = f"The LoRA is as strong {where} as on the base: {sizes}."
+            return as_strong if one.judgement else f"{few}: {sizes}; {wanted} would tell (--images)."
+        text = f"The LoRA is {one.judgement} {where}: {sizes}"
         if self.equal is None:
             last = max(self.rows, key=lambda row: abs(row.strength - 1))
             times = last.error / one.error if one.error else math.inf
@@ -169,11 +195,13 @@ def compare_distilled(
     def size(strength: float) -> float:
         outcomes[strength] = found = run(strength)
         velocities = _beside(_velocity_effect(found, plain), effect)
-        pictures = math.nan, math.nan
+        pictures, changes = (math.nan, math.nan), (_velocity_effect(found, plain), effect)
         if found.path:
-            changes = [_differences(a.latents, b.latents) for a, b in ((found, plain), (wanted, without))]
+            changes = _differences(found.latents, plain.latents), _differences(wanted.latents, without.latents)
             pictures = _beside(*changes)
-        rows[strength] = StrengthRow(strength, *velocities, *pictures)
+        rows[strength] = StrengthRow(
+            strength, *velocities, *pictures, *_interval_of_size(*changes, len(eval_set.batches))
+        )
         row, least = rows[strength], _FURTHER * rows[1.0].error + EQUAL
         return row.shown if row.direction >= _ANOTHER and row.error <= least else math.nan
 
@@ -192,7 +220,7 @@ def compare_distilled(
     share = _norm(effect) / _norm([each for sigma in sigmas for each in without.velocities[sigma]])
     images = {title: outcome.images for title, outcome in shown.items() if outcome.images}
     ordered = tuple(rows[strength] for strength in sorted(rows))
-    return Distilled(name, steps, share, ordered, by_sigma, equal, images)
+    return Distilled(name, steps, share, ordered, by_sigma, equal, images, len(eval_set.batches))
 
 
 def equal_strength(size: Callable[[float], float], first: float) -> float | None:
@@ -250,6 +278,13 @@ def _velocity_effect(one: Outcome, other: Outcome) -> list[Tensor]:
 
 def _norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
+
+
+def _interval_of_size(found: Sequence[Tensor], wanted: Sequence[Tensor], images: int) -> tuple[float, float]:
+    """Return the interval over images of the size of ``found`` beside ``wanted``, lists of all images, in turn."""
+    parts, wholes = ([_norm(effect[image::images]) ** 2 for image in range(images)] for effect in (found, wanted))
+    low, high = map(math.sqrt, ratio_interval(parts, wholes))
+    return low, high
 
 
 def _beside(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[float, float]:

@@ -38,11 +38,12 @@ from torch import nn
 from library.config.load import validated
 from library.config.schema import TrainConfig
 from library.console import Console
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.fidelity import FIXES
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.fidelity.deployed import DeployedWeights
-from library.fidelity.differences import Differences, compare
+from library.fidelity.differences import Differences, compare, taken_off
+from library.fidelity.intervals import images_to_tell, side
 from library.fidelity.layers import LayerRow
 from library.fidelity.quantize import quantize_checkpoint
 from library.fidelity.refit import refit_lora
@@ -59,7 +60,7 @@ from networks.files.adapters import load_lora
 
 FIX_COLUMNS = (
     *("", "velocity", "latents", "image", "of before", "bypass, of before", "border, times noise"),
-    *("seconds", "cost"),
+    *("helps", "seconds", "cost"),
 )
 GOOD_ENOUGH = 0.3  # share of the deployment's error
 CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE = 32, 400, 5e-4
@@ -110,21 +111,35 @@ class Fix:
     @property
     def left(self) -> float:
         """What is left in the latents, the better way of loading it."""
-        return min(each.latents for each in (self.differences, self.beside) if each)
+        return self.better.latents
+
+    @property
+    def better(self) -> Differences:
+        """With it loaded the better way."""
+        return min((each for each in (self.differences, self.beside) if each), key=lambda each: each.latents)
+
+    def helps(self, before: Differences) -> str:
+        """Return whether it helps: yes, no, or that so few images cannot tell and how many would."""
+        share, images = taken_off(before, self.better), len(before.by_image)
+        found = side(share.low, share.high, 0.0)
+        if found != "open":
+            return "yes" if found == "above" else "no"
+        wanted = images_to_tell(images, share.value, share.low, share.high, 0.0)
+        return f"{counted(images, 'image')} cannot tell, {wanted} would"
 
 
 def fix_rows(fixes: Sequence[Fix], before: Differences) -> list[tuple[str, ...]]:
     """Return the cells of the table of fixes: the deployment before and with each fix, under ``FIX_COLUMNS``."""
     rows = []
-    for name, each, beside, cost, seconds in [
-        ("as deployed", before, None, "", ""),
-        *((fix.name, fix.differences, fix.beside, fix.cost, f"{fix.seconds:.0f}") for fix in fixes),
+    for name, each, beside, helps, seconds, cost in [
+        ("as deployed", before, None, "", "", ""),
+        *((fix.name, fix.differences, fix.beside, fix.helps(before), f"{fix.seconds:.0f}", fix.cost) for fix in fixes),
     ]:
         errors = (f"{value:.2%}" for value in (each.velocity, each.latents, each.image))
         shares = (f"{one.latents / before.latents:.2f}" if one and before.latents else "" for one in (each, beside))
         worst = each.border.worst if each.border else None
         seam = f"{worst.name} {worst.times:.2f}" if worst else ""
-        rows.append((name, *errors, *shares, seam, seconds, cost))
+        rows.append((name, *errors, *shares, seam, helps, seconds, cost))
     return rows
 
 
@@ -230,7 +245,9 @@ def recommendation(best: Fix | None, before: Differences) -> str:
     if best.left < best.differences.latents:
         merged = best.differences.latents / before.latents
         where += f" beside the weights (ComfyUI: Load LoRA (Bypass)); merged by the server it leaves {merged:.2f}"
-    return f"“{best.name}” ({best.cost}): {share:.2f} of the error is left{short}{where}"
+    helps = best.helps(before)
+    doubt = "" if helps == "yes" else f"; whether it helps: {helps}"
+    return f"“{best.name}” ({best.cost}): {share:.2f} of the error is left{short}{where}{doubt}"
 
 
 def fix_table(fixes: Sequence[Fix], before: Differences) -> Table:

@@ -64,7 +64,7 @@ def write_distilled(distilled: Distilled, title: str, folder: Path) -> list[Path
         "levels": _table(_TABLES["level"], [*distilled.by_sigma.items()]),
     }
     measured = {"title": title, "distilled": distilled.as_json()}
-    return _write(folder, title, measured, headline=sentence, alarm=distilled.equal != 1.0, distilled=shown)
+    return _write(folder, title, measured, headline=sentence, alarm=distilled.alarm, distilled=shown)
 
 
 def _write(folder: Path, title: str, measured: Mapping[str, Any], **shown: Any) -> list[Path]:

@@ -402,6 +402,8 @@ _FURTHER = (
           "vae", ("scaling_factor",), "vae|config"),
     Fault("position axes of config.json changed", pipeline("transformer", {"axes_dims_rope": [12, 10, 10]}),
           "config|position", ("axes_dims_rope",), "config|position"),
+    Fault("blank white under a merge", named("cast"), "blank|region", ("white",), "grey",
+          ("--blank", "white", "--server", "comfyui")),
     Fault("no guidance input in config.json", pipeline("transformer", {"guidance_embeds": False}),
           "config|guidance", ("guidance",), ""),
 )  # fmt: skip
@@ -434,6 +436,11 @@ _HONEST = (
         for name, make, strength in _MERGES
     ),
     Fault("stochastic merge, declared", named("row"), flags=("--deploy_lora", "stochastic")),
+    *(
+        Fault(f"{server} merges into {recipe}", named(recipe), flags=("--server", server), strength=strength)
+        for recipe, strength in (("nvfp4", 1.0), ("int8_convrot", 0.5), ("quant", 0.3), ("cast", 0.3))
+        for server in ("comfyui", "comfyui-legacy")
+    ),
 )  # fmt: skip
 FAULTS = (
     *IN_FILES,
@@ -511,7 +518,8 @@ def judge(fault: Fault, answer: Answer) -> str:
         return "wholly" if fault.section != "clean" and named else "refused"
     main = answer.main
     findings = [one for one in answer.verdict["findings"] if one["cause"] not in NORMAL]
-    defects = [one for one in findings if one["cause"] != ADVICE]
+    price = (ADVICE, "activations") if fault.section == "clean" else (ADVICE,)  # none of these declares activations
+    defects = [one for one in findings if one["cause"] not in price]
     alarm = bool(defects) or answer.verdict["alarm"]
     if fault.section == "clean":
         return "alarm" if alarm or "Unexplained" in answer.words else "normal"

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences
+from library.fidelity.distilled import Distilled, StrengthRow
 from library.fidelity.findings import WORTH_MENDING, Finding
-from library.fidelity.intervals import Share
+from library.fidelity.fixes import Fix
+from library.fidelity.intervals import Share, ratio_interval
 from library.fidelity.layers import ActivationSizes, LayerRow
 from library.fidelity.remedies import Remedy, in_order, of_findings
+from library.fidelity.runs import Outcome
 from library.fidelity.serving import Variant
 from library.fidelity.verdict import Attribution, Verdict, judge
 
@@ -108,3 +112,33 @@ def test_an_update_is_called_lost_where_that_is_a_real_part_of_what_the_layers_e
     verdict = judged({"weights": 0.5, "merge": 0.5}, retention=retention)
     assert next(each for each in verdict.findings if each.cause in ("merge", "delta_lost")).cause == cause
     assert verdict.alarm == (cause == "delta_lost")
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.9, 1.0, 1.5])
+def test_whether_a_fix_helps_is_yes_no_or_so_many_images_more(kept: float) -> None:
+    random = np.random.default_rng(5)
+    before, after = differences([1.0] * 6), differences([kept * float(np.exp(random.normal(0, 0.3))) for _ in range(6)])
+    said = Fix("refit", "", 1.0, (), replace(after, latents=0.1), Outcome()).helps(before)
+    low, high = ratio_interval([1 - each for each in after.by_image], before.by_image)
+    assert said == ("yes" if low > 0 else "no" if high < 0 else said)
+    assert ("cannot tell" in said) == (low <= 0 <= high)
+    assert (said == "yes") == (kept == 0.3)
+    alone = Fix("refit", "", 1.0, (), differences([kept]), Outcome()).helps(differences([1.0]))
+    assert alone == "1 image cannot tell, 8 or more images would"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.4, 0.6, "weaker"), (1.1, 1.3, "stronger"), (0.99, 1.01, "as strong"), (0.95, 1.2, ""), (0.97, 0.99, ""),
+        (math.nan, math.nan, ""),
+    ],
+)  # fmt: skip
+def test_a_lora_on_a_distilled_model_is_weaker_only_if_all_of_the_interval_is(
+    low: float, high: float, said: str
+) -> None:
+    row = StrengthRow(1.0, 0.98, 0.9, low=low, high=high)
+    found = Distilled("turbo", 4, 0.1, (row,), {}, 1.0, {}, 6)
+    assert row.judgement == said
+    assert ("cannot tell" in found.sentence()) == (said == "")
+    assert found.alarm == (said in ("weaker", "stronger"))
