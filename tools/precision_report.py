@@ -217,6 +217,7 @@ import torch
 
 from library.fidelity.conditioning import as_program_gives
 from library.fidelity.deployed import DeployedWeights, parse_deployment
+from library.fidelity.deployed_parts import complete, fields, settle
 from library.fidelity.distilled import compare_distilled
 from library.fidelity.fixes import FixOptions, fix_table, try_fixes
 from library.fidelity.page import write_distilled, write_report
@@ -367,15 +368,15 @@ def main() -> None:
     models.check(declared, options.steps, options.masked_loss)
     declared, merges = as_served(options, models, declared)
     console.print(f"server: {models.describe_server(declared)}")
-    variant = models.complete(declared)
+    variant = complete(models, declared)
     models.check(variant, options.steps, options.masked_loss)
-    for cause in variant.changes().keys() - declared.changes().keys():
-        console.print(
-            f"note: {models.deployed.name} differs in more than weights: {models.words(cause, getattr(variant, cause))}"
-        )
     if options.fix is not None:
         _check_fix(options)
     calibration = plan.prepare(console)
+    variant, same = settle(models, variant, calibration, options.steps)
+    for cause in variant.changes().keys() - declared.changes().keys():
+        what = "; ".join([models.words(cause, getattr(variant, cause)), *fields(models, variant, cause)])
+        console.print(f"note: {models.deployed.name} differs in more than weights: {what}")
     given = as_program_gives(models, variant, calibration)
     for cause in given.changes().keys() - variant.changes().keys():
         says = f"{models.server.words}: by itself it gives {models.words(cause, getattr(given, cause))}"
@@ -391,7 +392,7 @@ def main() -> None:
         reference_loras=_loras(options.reference_lora, models, Console(quiet=True)),
     )
     files = [lora_source(text).path for text in options.lora]
-    report = with_remedies(report, models, plan.options, files, sys.argv[1:])
+    report = with_remedies(replace(report, same=same), models, plan.options, files, sys.argv[1:])
     if options.fix is not None:
         dataset = options.fix_dataset_config or options.dataset_config
         wanted = FixOptions(

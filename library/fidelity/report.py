@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from library.console import Console
 from library.errors import counted
 from library.fidelity.calibration import Calibration, CalibrationOptions
 from library.fidelity.comparison import Comparison, compare_models
+from library.fidelity.deployed_parts import captions_of
+from library.fidelity.deployed_parts import words as words_of_part
 from library.fidelity.differences import Differences, compare
 from library.fidelity.findings import CAUSES, REMEDIES, WORTH_MENDING, as_sentence
 from library.fidelity.fixes import Fix, recommend, recommendation
@@ -20,7 +22,6 @@ from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_varian
 from library.fidelity.server_image import ServerResult
 from library.fidelity.servers import Merging
 from library.fidelity.serving import REFERENCE, Models, Variant
-from library.fidelity.tensors import module_difference
 from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
 from networks.files.weights import LoraWeights
 
@@ -38,6 +39,7 @@ class Report:
         merges: the ways in which the server merges, where there are several or one that was looked for.
         remedies: what to do, by the share of the error that it takes off.
         reference, deployed: their outcomes, for the images.
+        same: cause -> a line about a deployed part that does here what the reference's does; "" of the same files.
         server: what pictures show that the server painted; None without any.
         fixes: that were tried.
     """
@@ -54,6 +56,7 @@ class Report:
     variant: Variant = REFERENCE
     merges: Sequence[MergeRow] = ()
     remedies: Sequence[Remedy] = ()
+    same: Mapping[str, str] = field(default_factory=dict)
     server: ServerResult | None = None
     fixes: Sequence[Fix] = ()
 
@@ -84,6 +87,7 @@ class Report:
         small = [each for each in others if not each.exact and each not in unsure and each.share < WORTH_MENDING]
         changed = {each.cause for each in self.attributions}
         nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer still: "
+        changed |= self.same.keys()
         same = [CAUSES[name] for name in vars(REFERENCE) if name not in changed and name in CAUSES]
         found = {
             "How we know": [each.claim() for each in alike],
@@ -98,6 +102,7 @@ class Report:
             "Too few images to tell": [f"{each.claim()}; {verdict.images_wanted(each)} would" for each in unsure],
             "Unexplained": [verdict.unexplained()],
             "Ruled out as the main cause": [each.claim() for each in small],
+            "Other files, and the same": [line for line in self.same.values() if line],
             "Not looked at": [f"No flag says that the server differs from the reference in these: {', '.join(same)}"],
             "How far off": [verdict.sizes(self.full)],
         }
@@ -204,7 +209,7 @@ def measure(
     left_out = causes if explain or puzzling else [cause for cause in ("merge", "activations") if cause in causes]
     left_out = left_out if len(causes) > 1 else []
     without = {cause: run(variant.without(cause), f"without {cause}")[1] for cause in left_out}
-    words = {cause: _words(models, variant, cause) for cause in causes}
+    words = {cause: words_of_part(models, variant, cause, captions_of(calibration)) for cause in causes}
     attributions = [Attribution(cause, words[cause], alone[cause], without.get(cause)) for cause in causes]
     verdict = judge(variant, full, attributions, comparison)
     return Report(
@@ -233,19 +238,6 @@ def with_remedies(
     free = free_remedies(models, report.variant, report.full, without, report.comparison, loras, verdict)
     costly = costly_remedies(models, report.variant, verdict.rounding, options, loras, words)
     return replace(report, remedies=in_order([*of_findings(verdict), *free, *costly], verdict.main.cause))
-
-
-def _words(models: Models, variant: Variant, cause: str) -> str:
-    """Return what a cause is, in words; of encoders, how their tensors differ from the reference's."""
-    words = models.words(cause, getattr(variant, cause))
-    if cause == "text":
-        pairs = zip(*(models.text_encoder(each).models().items() for each in (REFERENCE, variant)), strict=True)
-        found = (f"{name}: {module_difference(high, served) or 'the same'}" for (name, high), (_, served) in pairs)
-        return "; ".join([words, *found])
-    if cause == "vae":
-        difference = module_difference(*(models.image_encoder(each).vae for each in (REFERENCE, variant)))
-        return f"{words}: {difference}" if difference else words
-    return words
 
 
 def _settings(

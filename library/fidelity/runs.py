@@ -191,7 +191,8 @@ def run_variant(
                 continue
             tokens = batch.latents.shape[-2:].numel() // models.family.patch_size**2
             sigmas = models.sigmas(variant, steps, tokens)
-            for step, latents in enumerate(_sample(velocity, sigmas, each, variant)):
+            in_steps = partial(velocity, scale=models.timestep_scale(variant))
+            for step, latents in enumerate(_sample(in_steps, sigmas, each, variant)):
                 outcome.path[step].append(latents[0].cpu())
                 advance(1)
             outcome.images.append(_decode(encoder, outcome.path[-1][-1], each, variant))
@@ -200,7 +201,7 @@ def run_variant(
 
 def _inputs(models: Models, variant: Variant, eval_set: EvalSet, encoder: ImageEncoder) -> list[_Input]:
     """Return every sample as ``variant`` has it; what comes from the cache unchanged stays the cache's."""
-    anew = bool(variant.given or variant.vae or variant.configs) and eval_set.kind != "none"
+    anew = bool(variant.given or variant.vae) and eval_set.kind != "none"
     found, jobs = [], []
     for number, (batch, pixels) in enumerate(zip(eval_set.batches, eval_set.pixels, strict=True)):
         given = give(pixels, eval_set.kind, variant)
@@ -250,9 +251,12 @@ class _Shown:
         return to_image(self.pixels)
 
 
-def _velocity(predict_at: Any, variant: Variant, noisy: Tensor, sigma: float) -> Tensor:
-    """Return the velocity at ``noisy``, all of one noise level, the timestep carried in the dtype of ``variant``."""
-    return predict_at(noisy, round_timesteps(torch.full((len(noisy),), sigma), variant.timestep))
+def _velocity(predict_at: Any, variant: Variant, noisy: Tensor, sigma: float, scale: float = 1.0) -> Tensor:
+    """Return the velocity at ``noisy``, all of one noise level, the timestep carried in the dtype of ``variant``.
+
+    ``scale``: timesteps are the noise levels times this.
+    """
+    return predict_at(noisy, round_timesteps(torch.full((len(noisy),), sigma * scale), variant.timestep))
 
 
 def _sample(velocity: Any, sigmas: Sequence[float], given: _Input, variant: Variant) -> Iterator[Tensor]:

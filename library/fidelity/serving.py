@@ -8,7 +8,6 @@ can be switched on alone.
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from library.checksums import weights_fingerprint
 from library.config.model_types import Blank
 from library.config.schema import ModelConfig
 from library.data.cache import TextJob
@@ -50,8 +48,6 @@ from networks.network import attach_lora
 Paste = Literal["pixels", "latents"]
 PartDtype = Literal["fp8", "fp8_block64", "fp16", "bf16"]
 LowDtype = Literal["bf16", "fp16", "fp8"]
-# nothing is computed from the VAE's two here; the last is a guidance that is ignored
-_NOT_COMPARED = ("sample_size", "force_upcast", "guidance_embeds")
 CONDITIONING = ("mask_invert", "mask_grow", "mask_snap", "mask_blur", "blank", "latents_dtype")
 
 
@@ -80,7 +76,7 @@ class Variant:
 
     Attributes:
         weights: the deployed weights run instead of the reference's.
-        configs: the deployed folder's configs of transformer and VAE are used.
+        configs: the deployed folder's config of the transformer is used.
         merge: how the LoRA is added to the weights, see ``servers``; None leaves it beside them.
         strength: of the LoRA.
         lora_without: regular expressions; a layer of the LoRA ("transformer.single_transformer_blocks.0.proj_mlp",
@@ -88,7 +84,7 @@ class Variant:
         activations: how inputs of quantised layers are rounded; "auto": as the server of the file does; None leaves
             them.
         attention: "fp8": q, k and v are rounded to e4m3fn before their products, a scale a head.
-        text: text encoders. vae: the VAE, which encodes the conditions and decodes.
+        tokenizer: their folders. text: text encoders. vae: the VAE, which encodes the conditions and decodes.
         guidance: given to the guidance input; "ignored" leaves the guidance vector out of the modulation.
         shift: static shift of the sampler's schedule; "deployed": the scheduler of the deployed folder.
         timestep: dtype that timesteps are carried in.
@@ -106,6 +102,7 @@ class Variant:
     lora_without: tuple[str, ...] = ()
     activations: ActivationRounding | Literal["auto"] | None = None
     attention: Literal["fp8"] | None = None
+    tokenizer: Served | None = None
     text: Served | None = None
     vae: Served | None = None
     guidance: float | Literal["ignored"] | None = None
@@ -284,6 +281,15 @@ class Models:
             return self.deployed_family.sampling_sigmas(steps, tokens)
         return self.family.sampling_sigmas(steps, tokens, variant.shift)
 
+    def timestep_scale(self, variant: Variant) -> float:
+        """Return what a sampling run's noise levels are multiplied with to be timesteps, for the transformer.
+
+        diffusers' schedulers multiply with ``num_train_timesteps``, and its pipelines divide by 1000.
+        """
+        families = (self.deployed_family if variant.shift == "deployed" else self.family, self.family)
+        served, own = (family.scheduler().config.num_train_timesteps for family in families)
+        return served / own
+
     def _merge(self, model: nn.Module, loras: Mapping[str, LoraWeights], variant: Variant) -> None:
         """Merge the LoRA into ``model``'s weights, as :meth:`rounded_in` says.
 
@@ -366,15 +372,11 @@ class Models:
     def image_encoder(self, variant: Variant) -> ImageEncoder:
         """Return the VAE; in fp8 its matrices and filters are rounded to e4m3fn, in 16 bits all its products too."""
         served = variant.vae or Served()
-        family = self._part_family(served)
+        family = self.part_family(served)
         half = PRECISIONS.get(served.dtype or "")
         encoder = family.load_image_encoder(half or self.dtype, self.device)
         if half is not None:
             encoder.compute_in(half)
-        if variant.configs and self.folder:
-            encoder.set_latents(_vae_config(self.deployed_family))
-        elif family.files.vae == self.deployed_family.files.vae:
-            encoder.set_latents(_vae_config(self.family))
         if served.dtype == "fp8":
             with torch.no_grad():
                 for parameter in encoder.vae.parameters():
@@ -390,11 +392,11 @@ class Models:
         parts = {name: layers for name, layers in self.served_lora(variant).items() if name != self.targets.file_prefix}
         if self.deployed.merged and variant.text is not None and variant.text.options:
             parts = {}  # the deployed encoders have their part of the LoRA inside
-        if variant.text is None and not parts and not changed:
+        if variant.text is None and variant.tokenizer is None and not parts and not changed:
             return None
         names = tuple(sorted(name for layers in parts.values() for name in layers))
         shown = tuple((job.caption, job.flipped, *(image.key() for image in job.images)) for job in jobs)
-        state = (variant.text, variant.strength if parts else 1.0, names, shown)
+        state = (variant.text, variant.tokenizer, variant.strength if parts else 1.0, names, shown)
         if state not in self._texts:
             encoder = self.text_encoder(variant)
             by_number = {str(number): job for number, job in enumerate(jobs)}
@@ -405,14 +407,29 @@ class Models:
     def text_encoder(self, variant: Variant) -> Any:
         """Return the text encoders of ``variant``."""
         served = variant.text or Served()
-        family = self._part_family(served)
-        recipe = None
+        family, recipe = self.part_family(served, variant.tokenizer), None
         if served.dtype in ("fp8", "fp8_block64") and WeightFiles(family.files.text_encoders[-1]).quantized is None:
             recipe = Recipe(loaded_scheme("cast" if served.dtype == "fp8" else "block64"), exclude=())
-        return family.load_text_encoder(PRECISIONS.get(served.dtype or "", self.dtype), self.device, recipe=recipe)
+        encoder = family.load_text_encoder(PRECISIONS.get(served.dtype or "", self.dtype), self.device, recipe=recipe)
+        if variant.tokenizer is not None:
+            own = self.text_encoder(REFERENCE).tokenizers
+            if any(own[name].padding_side != each.padding_side for name, each in encoder.tokenizers.items()):
+                encoder.fill_other_end()
+        return encoder
 
-    def _part_family(self, served: Served) -> Family:
-        return model_family(self.config.model_copy(update=dict(served.options))) if served.options else self.family
+    def part_family(self, *served: Served | None) -> Family:
+        """Return the reference's family with other parts; with encoders of the deployed folder, its settings too."""
+        options = dict(pair for each in served if each is not None for pair in each.options)
+        if not options:
+            return self.family
+        made, folder, layout = model_family(self.config.model_copy(update=options)), self.folder, self.family.layout
+        texts = {options[part.option] for part in layout.text_encoders if part.option in options}
+        own = folder is not None and bool(texts & {str(place) for place in folder.files.text_encoders})
+        family = copy.copy(folder if folder is not None and own else made)
+        tokenizers = zip(layout.tokenizers, made.files.tokenizers, strict=True)  # a pipeline's own come before options
+        given = tuple(options.get(part.option, place) for part, place in tokenizers)
+        family.config, family.files = made.config, replace(made.files, tokenizers=given)
+        return family
 
     # What a folder brings.
 
@@ -421,48 +438,6 @@ class Models:
         """The deployed family if a whole pipeline is deployed, else None."""
         path = self.deployed.path
         return self.deployed_family if path is not None and pipeline_index(path) is not None else None
-
-    def complete(self, variant: Variant) -> Variant:
-        """Return ``variant`` with what a deployed pipeline brings besides the transformer, and what it lacks.
-
-        Parts that are equal to the reference's, and those that ``variant`` says something of, are no causes; nor are
-        encoders with the LoRA merged in. A merged file without text encoders has lost the LoRA's part in them.
-        """
-        lost = self.deployed.merged and any(name != self.targets.file_prefix for name in self.loras)
-        if (folder := self.folder) is not None:
-            layout, files = folder.layout, folder.files
-            pairs = zip(layout.text_encoders, self.family.files.text_encoders, files.text_encoders, strict=True)
-            others = {part.option: str(served) for part, high, served in pairs if _differ(high, served)}
-            if others and variant.text is None:
-                text = Served(tuple(others.items()))
-                inside = lost and self._holds_the_lora(text)
-                variant, lost = (variant, False) if inside else (replace(variant, text=text), lost)
-            if variant.vae is None and _differ(self.family.files.vae, files.vae):
-                variant = replace(variant, vae=Served(((layout.vae.option, str(files.vae)),)))
-            if variant.shift is None and self._schedulers():
-                variant = replace(variant, shift="deployed")
-            if variant.guidance is None and self._ignores_guidance:
-                variant = replace(variant, guidance="ignored")
-            if self._configs():
-                variant = replace(variant, configs=True)
-        if lost and variant.text is None and not variant.lora_without:
-            variant = replace(variant, lora_without=("^text_encoder",))
-        return variant
-
-    def _holds_the_lora(self, text: Served) -> bool:
-        """Return whether the encoders ``text`` are the reference's with the LoRA's part merged in, and nothing else."""
-        pairs = zip(
-            *(self.text_encoder(each).models().items() for each in (REFERENCE, Variant(text=text))), strict=True
-        )
-        for (component, high), (_, served) in pairs:
-            updates = {n.removeprefix(f"{component}."): each for n, each in self.loras.get(component, {}).items()}
-            found = dict(served.named_parameters())
-            for name, parameter in high.named_parameters():
-                update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-                wanted = parameter.detach().float() + (0 if update is None else update.delta().to(parameter.device))
-                if name not in found or not same_in_bf16(found[name].detach().float(), wanted):
-                    return False
-        return True
 
     def check(self, variant: Variant, steps: int, has_masks: bool) -> None:
         """Refuse what cannot be; nothing is loaded.
@@ -496,18 +471,14 @@ class Models:
         self.served_lora(variant)
         for part in (variant.text, variant.vae):
             if part is not None:
-                self._part_family(part)
+                self.part_family(part)
         if variant.activations == "static" and not any(each.scale is not None for each in self.served_inputs.values()):
             raise UserError(f"--activations static: {self.deployed.describe()} has no input scales; use row or unit")
 
     def words(self, cause: str, value: Any) -> str:
-        """Return one of a variant's changes in words."""
-        if cause == "configs":
-            return "; ".join(self._configs())
-        if cause == "shift" and value == "deployed":
-            return "; ".join(self._schedulers())
-        if cause == "guidance" and value == "ignored" and self._ignores_guidance:
-            return "guidance ignored: transformer config guidance_embeds False instead of True"
+        """Return one of a variant's changes in words; ``deployed_parts.words`` says what it does."""
+        if cause == "configs" or value == "deployed":
+            return f"{cause} of the deployed folder"
         if cause == "activations" and value == "auto":
             counts = Counter(each.how for each in self.roundings(Variant(activations="auto")).values())
             kinds = ", ".join(f"{how} in {counted(count, 'layer')}" for how, count in counts.items())
@@ -531,45 +502,6 @@ class Models:
             f", as on Nvidia cards of the {cards[-1]} generation or newer (others: --activations none)" if cards else ""
         )
         return f"{self.server.words}; {made}{card}"
-
-    @property
-    def _ignores_guidance(self) -> bool:
-        """Whether the deployed folder's config says that there is no guidance input, and the reference has one."""
-        return self.folder is not None and self.family.guidance_input and not self.deployed_family.guidance_input
-
-    def _configs(self) -> list[str]:
-        """Return how the deployed folder's configs of transformer and VAE differ, key by key."""
-        if self.folder is None:
-            return []
-        kinds = (self.family.transformer_class, self.family.image_encoder.autoencoder)
-        configs = [(family.files.transformer_config, _vae_config(family)) for family in (self.family, self.folder)]
-        found = []
-        for title, kind, high, served in zip(("transformer", "VAE"), kinds, *configs, strict=True):
-            defaults = {n: p.default for n, p in inspect.signature(kind.__init__).parameters.items() if n != "self"}
-            keys = [key for key in defaults if key not in _NOT_COMPARED]
-            found += _changed(title, defaults | dict(high), defaults | dict(served), keys)
-        return found
-
-    def _schedulers(self) -> list[str]:
-        """Return how the deployed folder's scheduler differs, key by key."""
-        high, served = dict(self.family.scheduler().config), dict(self.deployed_family.scheduler().config)
-        return _changed("scheduler", high, served, [key for key in served if not key.startswith("_")])
-
-
-def _changed(title: str, high: Mapping[str, Any], served: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    def plain(value: Any) -> Any:
-        return list(value) if isinstance(value, tuple) else value
-
-    differing = [key for key in keys if plain(high.get(key)) != plain(served.get(key))]
-    return [f"{title} {key} {served.get(key)} instead of {high.get(key)}" for key in differing]
-
-
-def _vae_config(family: Family) -> dict[str, Any]:
-    return family.image_encoder.describe(WeightFiles(family.files.vae))[0]
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return one != other and weights_fingerprint(one) != weights_fingerprint(other)
 
 
 def _search(pattern: str, name: str) -> bool:

@@ -33,7 +33,7 @@ from library.checksums import fingerprint, weights_fingerprint
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.model_types import MODEL_TYPES, ConditionKind
 from library.config.schema import ModelConfig
-from library.errors import NotFiniteError, UserError, names_in_short
+from library.errors import NotFiniteError, UserError, names_in_short, reason_of
 from library.models.family_files import FamilyFiles
 from library.models.files import locate
 from library.models.layer_names import LoraTargets
@@ -543,7 +543,10 @@ class Family:
         """Return the folder's scheduler, or without one the published one."""
         folder = self.files.scheduler
         config = self.published_scheduler if folder is None else read_config(folder, "scheduler_config.json")
-        return FlowMatchEulerDiscreteScheduler.from_config(config)
+        try:
+            return FlowMatchEulerDiscreteScheduler.from_config(config)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{folder}: no scheduler can be made of its config ({reason_of(error)})") from None
 
     def own_sampling(self) -> dict[str, Any]:
         """Return the options of ``[flow]`` by which training sees noise levels as sampling goes through them.

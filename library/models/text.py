@@ -7,7 +7,7 @@ loads an encoder. A language model's captions keep their own lengths; a batch fi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ class TextEncoder:
         fingerprint: of these and the tokenizers; a part of the names of cached embeddings.
         sees_references: whether the embeddings depend on the reference images too.
         most_tokens: of a caption with what is put around it; what is longer is cut, as in the pipeline. None: never.
+        tokenizers: by the names of :meth:`models`.
     """
 
     title: str
@@ -45,6 +46,7 @@ class TextEncoder:
     fingerprint: str
     sees_references: bool = False
     most_tokens: int | None = None
+    tokenizers: Mapping[str, PreTrainedTokenizerBase]
     _model: Any = None  # once there was a caption
 
     def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
@@ -60,6 +62,13 @@ class TextEncoder:
     def count(self, captions: Sequence[str]) -> list[TokenCount]:
         """Return how many of each caption's tokens :meth:`encode` reads and leaves out; no weights are needed."""
         raise NotImplementedError
+
+    def ids(self, caption: str) -> dict[str, list[int]]:
+        """Return the tokens that each encoder reads of a caption without images, filling too; no weights are needed."""
+        raise NotImplementedError
+
+    def fill_other_end(self) -> None:
+        """Fill captions up at the other end, where the filling is a part of the text that the tokenizer adds."""
 
     def too_long(self, captions: Iterable[str]) -> dict[str, TokenCount]:
         """Return those captions that are not read to their end, with the counts of their tokens."""
@@ -99,16 +108,19 @@ class LanguageModelEncoder(TextEncoder):
         dropped: tokens of the prompt's beginning whose vectors are left out; ``most_tokens`` does not count them.
         reserved: of ``most_tokens``, for what is put behind the prompt once it is cut.
         layers: after which the vectors are read, to be put side by side; none: what the model gives.
+        fills_first: whether captions are filled up at their beginning.
     """
 
     prompt = "{}"
     adds_specials = True
     dropped = reserved = 0
     layers: tuple[int, ...] = ()
+    fills_first = False
 
     def __init__(self, load: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> None:
         """``load`` gives the language model."""
         self._load, self.tokenizer, self.weights_fingerprint = load, tokenizer, fingerprint
+        self.tokenizers = {"text_encoder": tokenizer}
         self.fingerprint = f"{fingerprint}-{tokenizer_fingerprint(tokenizer)}"
 
     @torch.no_grad()
@@ -130,12 +142,20 @@ class LanguageModelEncoder(TextEncoder):
     def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
         """Return what the model is called with, ``input_ids`` and ``attention_mask`` [B, T] among it.
 
-        Here these are the prompts, filled up at the end to what the longest caption keeps. No images are looked at.
+        Here these are the prompts, filled up to what the longest caption keeps. No images are looked at.
         """
         assert references is None
         rows = [self.cut(self.prompt_of(caption))[0] for caption in captions]
-        padding: Any = self.tokenizer.pad_token_id
-        return padded(rows, max(self.kept(len(row)) for row in rows), padding)
+        return padded(rows, max(self.kept(len(row)) for row in rows), self.filling, self.fills_first)
+
+    @property
+    def filling(self) -> Any:
+        """The token that captions are filled up with."""
+        return self.tokenizer.pad_token_id
+
+    def ids(self, caption: str) -> dict[str, list[int]]:
+        """Return the language model's tokens."""
+        return {"text_encoder": self.inputs([caption], None)["input_ids"][0].tolist()}
 
     def prompt_of(self, caption: str) -> str:
         """Return what the model reads of a caption without images, uncut."""
@@ -251,6 +271,9 @@ def load_tokenizer(
         raise UserError(
             f"{option}: {folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); give a tokenizer folder"
         )
+    files = [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")]
+    if [file.is_file() for file in files] == [False, True, False]:
+        raise UserError(f"{option}: {folder} has vocab.json without merges.txt; download the tokenizer again")
     try:
         tokenizer = load(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -391,6 +391,38 @@ def scales_of_columns(layer: str) -> Change:
     return change
 
 
+def spoilt_tokenizer(how: Callable[[dict[str, Any]], None], part: str = "tokenizer") -> Make:
+    """Return how to serve a whole pipeline whose ``tokenizer.json`` was changed by ``how``."""
+
+    def make(place: Path, folder: Path) -> Path:
+        pipeline()(place, folder)
+        file = folder / part / "tokenizer.json"
+        known = json.loads(file.read_text())
+        how(known)
+        file.write_text(json.dumps(known))
+        return folder
+
+    return make
+
+
+def shift_vocabulary(tokenizer: dict[str, Any]) -> None:
+    """Give every piece but special ones the number of the next."""
+    vocabulary, special = tokenizer["model"]["vocab"], {each["content"] for each in tokenizer["added_tokens"]}
+    names = [name for name in vocabulary if name not in special]
+    numbers = [vocabulary[name] for name in names]
+    vocabulary.update(zip(names, numbers[1:] + numbers[:1], strict=True))
+
+
+def reverse_merges(tokenizer: dict[str, Any]) -> None:
+    """Let the rarest pairs be merged first."""
+    tokenizer["model"]["merges"].reverse()
+
+
+def reorder(tokenizer: dict[str, Any]) -> None:
+    """Write the vocabulary in another order, which changes nothing."""
+    tokenizer["model"]["vocab"] = dict(reversed(tokenizer["model"]["vocab"].items()))
+
+
 def with_part(part: str, other: str, clean: str = "cast") -> Make:
     """Return how to serve a clean deployment as a whole pipeline, with a part that is another model's."""
 

@@ -70,8 +70,12 @@ from tests.fidelity.planted_faults import (
     pipeline,
     prepare,
     quantized,
+    reorder,
+    reverse_merges,
     roll,
     scales_of_columns,
+    shift_vocabulary,
+    spoilt_tokenizer,
     stored_in_fp8,
     times,
     trained,
@@ -408,6 +412,29 @@ _FURTHER = (
           "config|guidance", ("guidance",), ""),
 )  # fmt: skip
 
+_TOKENS = r"16 of 16 captions"
+_PARTS = (  # of a whole pipeline, each with the weights that it had
+    Fault("CLIP's vocabulary shifted by one", spoilt_tokenizer(shift_vocabulary),
+          "tokenizer", (_TOKENS, "vocabulary"), "tokenizer"),
+    Fault("CLIP's merges in the other order", spoilt_tokenizer(reverse_merges),
+          "tokenizer", (_TOKENS, "merges"), "tokenizer"),
+    Fault("CLIP's captions filled up in front", pipeline("tokenizer", {"padding_side": "left"}),
+          "tokenizer", (_TOKENS, "padding_side"), "tokenizer"),
+    Fault("CLIP's captions cut at 8 tokens", pipeline("tokenizer", {"model_max_length": 8}),
+          "tokenizer", (_TOKENS, "model_max_length"), "tokenizer"),
+    Fault("T5's captions filled up in front", pipeline("tokenizer_2", {"padding_side": "left"}),
+          "tokenizer", (_TOKENS, "tokenizer_2", "padding_side"), "tokenizer"),
+    Fault("another activation in CLIP's config", pipeline("text_encoder", {"hidden_act": "relu"}),
+          "text", ("hidden_act",), "config"),
+    Fault("another eps in T5's config", pipeline("text_encoder_2", {"layer_norm_epsilon": 0.1}),
+          "text", ("text_encoder_2", "layer_norm_epsilon"), "config"),
+    Fault("a layer less in CLIP's config", pipeline("text_encoder", {"num_hidden_layers": 1}),
+          "text_encoder", ("num_hidden_layers",)),
+    Fault("noise levels end at 0.3", pipeline("scheduler", {"shift_terminal": 0.3}), "shift", ("0.3",), "schedul"),
+    Fault("timesteps of 500", pipeline("scheduler", {"num_train_timesteps": 500}), "shift", ("500",), "schedul"),
+    Fault("groups of the VAE's norms", pipeline("vae", {"norm_num_groups": 4}), "vae", ("norm_num_groups",), "config"),
+)  # fmt: skip
+
 _SCALES = at(r".*\.scale_weight", lambda x: x.bfloat16())
 _MERGES = (  # name, how, strength
     ("row, nearest", merged(*_ROW), 1.0),
@@ -425,6 +452,9 @@ _HONEST = (
     *(Fault(name, named(name)) for name in (*CLEAN, *DEQUANTIZED, "block128", "cast:e5m2")),
     Fault("scales in bf16", changed("tensor", _SCALES)),
     Fault("whole pipeline", pipeline()),
+    Fault("whole pipeline, a tokenizer saved again", spoilt_tokenizer(reorder)),
+    Fault("whole pipeline, a limit that no caption reaches", pipeline("tokenizer", {"model_max_length": 76})),
+    Fault("whole pipeline, a static shift that is not used", pipeline("scheduler", {"shift": 1.0})),
     *(
         Fault(
             f"merged: {name} at {strength:g}",
@@ -447,7 +477,7 @@ FAULTS = (
     *BY_FLAGS,
     *BY_SERVERS,
     *(replace(fault, section="further") for fault in _FURTHER),
-    *(replace(fault, section="later") for fault in (*BY_TRAINING, *BY_NAME)),
+    *(replace(fault, section="later") for fault in (*BY_TRAINING, *BY_NAME, *_PARTS)),
     *(replace(fault, section="clean", name=f"clean: {fault.name}") for fault in (*_HONEST, *FOR_TRAINING)),
 )
 

@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from library.config.schema import ModelConfig
 from library.console import Console
 from library.errors import UserError
+from library.fidelity import deployed_parts
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.conditioning import give
 from library.fidelity.deployed import parse_deployment
+from library.fidelity.deployed_parts import complete
 from library.fidelity.findings import CAUSES, REMEDIES
 from library.fidelity.runs import EvalSet, conditions_of, prepare_eval_set, run_variant
 from library.fidelity.serving import REFERENCE, Models, Served, Variant
@@ -147,7 +149,7 @@ def test_the_loras_text_part_is_on_both_sides_and_can_be_dropped(base: Path, mod
     with pytest.raises(UserError, match=r"--deploy_lora_without dubble: found in no layer"):
         with_lora.served_lora(Variant(lora_without=("dubble",)))
     assert "transformer" not in with_lora.served_lora(Variant(lora_without=("single_transformer",)))
-    missing = of(base, str(base), merged=True, loras=with_lora.loras).complete(Variant(weights=True))
+    missing = complete(of(base, str(base), merged=True, loras=with_lora.loras), Variant(weights=True))
     assert missing.lora_without == ("^text_encoder",)
 
 
@@ -166,7 +168,7 @@ def test_a_plain_cast_t5_is_the_published_files(base: Path, models: Models, eval
 
 def test_a_deployed_folder_brings_what_differs_and_nothing_else(base: Path, tmp_path: Path) -> None:
     same = of(base, str(base))
-    assert same.complete(Variant(weights=True)) == Variant(weights=True)
+    assert complete(same, Variant(weights=True)) == Variant(weights=True)
     other = tmp_path / "other"
     shutil.copytree(base, other)
     for folder, name, changes in (
@@ -181,12 +183,12 @@ def test_a_deployed_folder_brings_what_differs_and_nothing_else(base: Path, tmp_
     served = of(base, str(other))
     named = served.config.model_copy(update={"ae": str(base / "vae")})  # the reference's own is not the folder's
     assert Models(named, served.deployed, {}, torch.float32, served.device).folder.files.vae == other / "vae"  # type: ignore[union-attr]
-    variant = served.complete(Variant(weights=True))
-    assert set(variant.changes()) == {"weights", "configs", "shift", "text", "guidance"}
-    assert served.words("configs", True) == "VAE shift_factor 0.2 instead of 0.1159"
-    assert "scheduler shift 1.5 instead of 3.0" in served.words("shift", "deployed")
+    variant = complete(served, Variant(weights=True))
+    assert set(variant.changes()) == {"weights", "vae", "shift", "text", "guidance"}
+    assert deployed_parts.fields(served, variant, "vae") == ["VAE shift_factor 0.2 instead of 0.1159"]
+    assert "scheduler shift 1.5 instead of 3.0" in deployed_parts.fields(served, variant, "shift")
     assert variant.text == Served((("t5xxl", str(other / "text_encoder_2")),))
-    assert "guidance_embeds False instead of True" in served.words("guidance", variant.guidance)
+    assert "guidance_embeds False instead of True" in deployed_parts.words(served, variant, "guidance")
     with served.transformer(variant) as network:
         assert not served.runner(variant, network).guidance_input
     with served.transformer(Variant(weights=True)) as network:

@@ -83,6 +83,7 @@ class FluxTextEncoder(TextEncoder):
             fingerprint: names weights and settings.
         """
         self._load, self._tokenizers, self.weights_fingerprint = load, tokenizers, fingerprint
+        self.tokenizers = {name: each for name, (each, _) in tokenizers.items()}
         self.fingerprint = "-".join([fingerprint, *(tokenizer_fingerprint(each) for each, _ in tokenizers.values())])
         self.most_tokens = tokenizers["text_encoder_2"][1]
 
@@ -105,6 +106,10 @@ class FluxTextEncoder(TextEncoder):
         lengths = [len(tokenizer(caption).input_ids) for caption in captions]
         own = tokenizer.num_special_tokens_to_add()  # cutting keeps these
         return [TokenCount(min(length, most) - own, max(0, length - most)) for length in lengths]
+
+    def ids(self, caption: str) -> dict[str, list[int]]:
+        """Return CLIP's tokens and T5's."""
+        return {name: _ids([caption], *each)[0].tolist() for name, each in self._tokenizers.items()}
 
     def models(self) -> dict[str, nn.Module]:
         """Load CLIP and T5."""
@@ -135,10 +140,7 @@ class FluxTextModules(nn.Module):
         """Return ``pooled_prompt_embeds`` [B, P] of CLIP and ``prompt_embeds`` [B, L, D] of T5, of those there are."""
         outputs: dict[str, Tensor] = {}
         for name, encoder in self.named_children():
-            tokenizer, length = self._tokenizers[name]
-            ids = tokenizer(
-                captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-            ).input_ids.to(next(encoder.parameters()).device)  # [B, length], cut or padded
+            ids = _ids(captions, *self._tokenizers[name]).to(next(encoder.parameters()).device)
             if name == "text_encoder":
                 outputs["pooled_prompt_embeds"] = encoder(ids).pooler_output
             else:
@@ -149,6 +151,11 @@ class FluxTextModules(nn.Module):
         """Recompute each layer in backward."""
         for encoder in self.children():
             encoder.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+
+
+def _ids(captions: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Tensor:
+    """Return tokens [B, length], cut or padded."""
+    return tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
 
 
 def load_clip(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> CLIPTextModel:
@@ -197,6 +204,7 @@ def load_t5(
 def clip_positions(path: Path) -> int:
     """Return the number of tokens CLIP has positions for (77), from the header."""
     weights = WeightFiles(path)
+    _check_kind(path, "clip", "give CLIP-L's folder, or clip_l.safetensors, as clip_l")
     for name in weights.names:
         if name.endswith("embeddings.position_embedding.weight") and not name.startswith("vision_model."):
             return weights.shape(name)[0]
@@ -206,8 +214,16 @@ def clip_positions(path: Path) -> int:
 def check_t5(path: Path) -> None:
     """Raise a UserError if ``path`` holds no T5 encoder; reads headers only."""
     weights = WeightFiles(path)
+    _check_kind(path, "t5", "give T5's folder, or t5xxl_fp16.safetensors, as t5xxl")
     if "encoder.block.0.layer.0.SelfAttention.q.weight" not in weights:
         raise UserError(f"{path}: not a T5 encoder (no encoder.block.0); give t5xxl_fp16.safetensors as t5xxl")
+
+
+def _check_kind(path: Path, kind: str, remedy: str) -> None:
+    """Raise a UserError if the config of a folder is another architecture's."""
+    found = read_config(path).get("model_type", kind) if (path / "config.json").is_file() else kind
+    if not str(found).startswith(kind):
+        raise UserError(f"{path / 'config.json'}: {found!r}, not {kind}; {remedy}")
 
 
 def _clip_config(shape: Callable[[str], tuple[int, ...]], layers: int) -> CLIPTextConfig:

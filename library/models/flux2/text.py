@@ -21,7 +21,7 @@ from transformers import MistralConfig, MistralModel, PreTrainedTokenizerBase, P
 
 from library.errors import UserError
 from library.models.qwen3 import load_layers, prefix_of, sizes, sizes_of, without_norm
-from library.models.text import LanguageModelEncoder, byte_tokenizer, load_tokenizer, padded
+from library.models.text import LanguageModelEncoder, byte_tokenizer, load_tokenizer
 from library.models.weights import read_config
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe
@@ -40,6 +40,10 @@ class PaddedEncoder(LanguageModelEncoder):
         """Return ``prompt_embeds`` [512, 3 W] of each caption. No images are looked at."""
         assert references is None
         return [{"prompt_embeds": each["prompt_embeds"]} for each in super().encode(captions)]
+
+    def fill_other_end(self) -> None:
+        """As a tokenizer with the other ``padding_side`` does in diffusers' pipelines."""
+        self.fills_first = not self.fills_first
 
     def kept(self, length: int) -> int:
         """Return 512, whatever the caption's own length."""
@@ -68,13 +72,12 @@ class DevTextEncoder(PaddedEncoder):
 
     title = "Mistral Small 3"
     layers = MISTRAL_LAYERS
-    prompt, adds_specials = _MISTRAL_TEMPLATE, False
+    prompt, adds_specials, fills_first = _MISTRAL_TEMPLATE, False, True
 
-    def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
-        """Return ids and mask [B, 512], filled up at the beginning."""
-        rows = [self.cut(self.prompt_of(caption))[0] for caption in captions]
-        pad: Any = self.tokenizer.convert_tokens_to_ids(_PAD)
-        return padded(rows, MOST_TOKENS, pad, first=True)
+    @property
+    def filling(self) -> Any:
+        """Mistral's own token for that, which not every tokenizer of it names."""
+        return self.tokenizer.convert_tokens_to_ids(_PAD)
 
     def prompt_of(self, caption: str) -> str:
         """As others'; [IMG] would stand for an image and is taken out."""
