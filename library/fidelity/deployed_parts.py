@@ -25,9 +25,9 @@ from library.checksums import weights_fingerprint
 from library.errors import UserError, counted, reason_of
 from library.fidelity.calibration import Calibration
 from library.fidelity.differences import relative_error
+from library.fidelity.rounding_laws import same_in_bf16
 from library.fidelity.serving import REFERENCE, Models, Served, Variant
 from library.fidelity.tensors import module_difference
-from library.fidelity.transformations import same_in_bf16
 from library.models.family import Family
 from library.models.weights import read_config
 from library.precision.checkpoint import WeightFiles

@@ -25,7 +25,6 @@ from library.data.cache import TextJob
 from library.errors import UserError, counted
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.fidelity.deployed import DeployedWeights, LoadedWeights
-from library.fidelity.rounding_laws import same_in_bf16
 from library.fidelity.servers import SUMMED_IN, Merge, Server, comfyui_seed, usual_server
 from library.models.blocks import AttentionProcessor
 from library.models.family import Family
