@@ -29,6 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.served_formats import write_format
 from bench.tiny_runs import MODEL, ROOT, run
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -421,6 +422,32 @@ def reverse_merges(tokenizer: dict[str, Any]) -> None:
 def reorder(tokenizer: dict[str, Any]) -> None:
     """Write the vocabulary in another order, which changes nothing."""
     tokenizer["model"]["vocab"] = dict(reversed(tokenizer["model"]["vocab"].items()))
+
+
+def quantized_by(*flags: str) -> Make:
+    """Return how to make a clean deployment with ``tools/quantize_model.py`` and these flags."""
+
+    def make(_place: Path, folder: Path) -> Path:
+        call("quantize_model", "--model", MODEL, "--save_to", folder, *flags)
+        return folder
+
+    return make
+
+
+def written(kind: str) -> Make:
+    """Return how to write the model in a ``kind`` of ``bench/served_formats.py``: GGUF, nf4, mxfp8."""
+    return lambda _place, folder: write_format(kind, folder)
+
+
+def compensated(precision: str) -> Make:
+    """Return how to merge the LoRA with rounding that looks at the dataset's activations."""
+
+    def make(place: Path, folder: Path) -> Path:
+        data = ("--dataset_config", str(place / "dataset.toml"), "--cache_directory", str(place / "cache"))
+        how = ("--save_precision", precision, "--rounding", "compensated", "--calibration_images", "2")
+        return Path(merged(*how, *data)(place, folder))
+
+    return make
 
 
 def with_part(part: str, other: str, clean: str = "cast") -> Make:

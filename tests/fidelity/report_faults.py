@@ -54,6 +54,7 @@ from tests.fidelity.planted_faults import (
     by_rows,
     changed,
     clip,
+    compensated,
     exchanged,
     flush,
     given,
@@ -70,6 +71,7 @@ from tests.fidelity.planted_faults import (
     pipeline,
     prepare,
     quantized,
+    quantized_by,
     reorder,
     reverse_merges,
     roll,
@@ -86,6 +88,7 @@ from tests.fidelity.planted_faults import (
     update_transposed,
     with_part,
     wrapping,
+    written,
 )
 
 RUN = ("--images", "3", "--steps", "4", "--sigmas", "0.6")
@@ -471,6 +474,19 @@ _HONEST = (
         for recipe, strength in (("nvfp4", 1.0), ("int8_convrot", 0.5), ("quant", 0.3), ("cast", 0.3))
         for server in ("comfyui", "comfyui-legacy")
     ),
+    *(Fault(recipe, named(recipe)) for recipe in ("int8_row", "int8_convrot", "nvfp4")),
+    *(Fault(f"a file in {kind}", written(kind)) for kind in ("Q8_0", "Q4_0", "Q4_K", "nf4", "mxfp8")),
+    *(
+        Fault(f"quantised: {flags}", quantized_by("--scheme", *flags.split()))
+        for flags in ("int8_convrot", "nvfp4", "cast --rounding stochastic --seed 5 --layout plain",
+                      "block64 --rounding stochastic --seed 6 --layout musubi")
+    ),
+    Fault("merged: row, compensated", compensated("fp8_row"), flags=_MERGED),
+    *(
+        Fault(f"{kind}, served by {server}", (written if kind == "Q8_0" else named)(kind), flags=("--server", server))
+        for kind, server in (("cast", "comfyui"), ("tensor", "comfyui"), ("tensor", "comfyui-bypass"),
+                             ("quant", "comfyui-legacy"), ("int8_convrot", "comfyui-bypass"), ("Q8_0", "gguf"))
+    ),
 )  # fmt: skip
 FAULTS = (
     *IN_FILES,
@@ -659,7 +675,7 @@ def main() -> None:
             for fault in FAULTS
             if any(text in (fault.name, fault.section) or text in fault.name for text in wanted)
         ]
-        table = Table({"section": "<8", "judged": "<8", "fault": "<40", "says": "<150.150"})
+        table = Table({"section": "<8", "judged": "<8", "seconds": "5", "fault": "<40", "says": "<150.150"})
         for row in rows_of(faults, place, options.jobs):
             table.add(row)
             if options.verbose:
