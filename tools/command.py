@@ -243,7 +243,10 @@ def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPla
     device, dtype = device_and_dtype(options.mixed_precision)
     config, scale = model_config(options, model), options.guidance_scale
     loras = getattr(options, "lora", None) or []
-    loras = [lora_source(str(each)).path for each in ([loras] if isinstance(loras, Path) else loras)]
+    sources = [
+        lora_source(each) if isinstance(each, str) else each for each in ([loras] if isinstance(loras, Path) else loras)
+    ]
+    loras = [each if isinstance(each, Path) else each.path for each in sources]
     trained, row = TrainedLora.read(loras), MODEL_TYPES[config.model_type]
     if trained.said.t5_tokens and "t5xxl" in row.files:
         config = config.model_copy(update={"t5xxl_max_token_length": trained.said.t5_tokens})

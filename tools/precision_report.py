@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -224,11 +224,15 @@ from library.fidelity.page import write_distilled, write_report
 from library.fidelity.report import measure, with_remedies
 from library.fidelity.runs import prepare_eval_set
 from library.fidelity.server_image import ServerPicture, explain_server
-from library.fidelity.servers import BY_NAME, Merging
-from library.fidelity.serving import CONDITIONING, REFERENCE, Models, PartDtype, Served, Variant
+from library.fidelity.servers import BY_NAME, Merge, Merging, dora_error
+from library.fidelity.serving import CONDITIONING, REFERENCE, Models, PartDtype, Served, Variant, numbers
+from library.safetensors_io import read_safetensors_header
 from library.training.sampling.generate import read_loras
+from networks.files.adapters import load_trainable
 from networks.files.layouts import PRECISIONS
-from networks.files.weights import LoraWeights
+from networks.files.metadata import weight_file
+from networks.files.weights import DoraWeights, LoraWeights
+from networks.merging.merge import LoraSource
 from train_lora import train
 
 
@@ -317,7 +321,28 @@ def _check_fix(options: argparse.Namespace) -> None:
 def _loras(files: Sequence[str], models: Models, console: Console) -> dict[str, dict[str, LoraWeights]] | None:
     """Return component -> layer -> weights of LoRA files; None of no file."""
     sources = [lora_source(text) for text in files]
+    for source in sources:
+        if any(key.endswith(DoraWeights.marks) for key in read_safetensors_header(weight_file(source.path))):
+            _refuse_dora(source, models)
     return read_loras(sources, models.family, console) if sources else None
+
+
+def _refuse_dora(source: LoraSource, models: Models) -> None:
+    """Raise a UserError that says what ComfyUI makes of a DoRA: the report attaches and merges LoRAs only."""
+    found = load_trainable(source.path, models.targets).weights
+    doras = models.targets.by_component({n: w for n, w in found.items() if isinstance(w, DoraWeights)})
+    model = models.base(deployed=False)
+
+    def error(how: Merge) -> float:
+        layers = cast(Mapping[str, DoraWeights], doras.get(models.targets.file_prefix, {}))
+        return dora_error(layers, lambda name: numbers(model.get_submodule(name)), source.ratio, how)
+
+    raise UserError(
+        f"{source.path}: is a DoRA, which the report compares only when it is merged. ComfyUI with dynamic VRAM merges "
+        f"it in bf16, {error('unrounded'):.0%} of its update off, with --disable-dynamic-vram in fp16, "
+        f"{error('stochastic_fp16'):.1%} off, and Bypass leaves its magnitude out; start it with that flag, or "
+        "serve a merged model (tools/merge_lora.py) and report on that with --deploy_merged"
+    )
 
 
 def _report_distilled(options: argparse.Namespace, console: Console) -> None:

@@ -304,6 +304,19 @@ class DoraWeights(AdapterWeights):
             norm = weight.norm(dim=1, keepdim=True) if rows else merged.norm(dim=0, keepdim=True)
         return weight + strength * (merged * (wanted.float() / norm) - weight)
 
+    def apply_in(self, dtype: torch.dtype, weight: Tensor, strength: float) -> Tensor:
+        """Return what ComfyUI makes of ``weight`` [out, in], in ``dtype``: every step is rounded to it.
+
+        ``weight_decompose`` (``comfy/weight_adapter/base.py``) adds the dtype's epsilon to the norms, 0.0078 in bf16.
+        """
+        base, wanted = weight.to(dtype), self.tensors.get("dora_scale", self.tensors.get("magnitude"))
+        assert wanted is not None
+        merged = base + self.update.delta(dtype)
+        wanted = wanted.reshape(-1, 1) if len(wanted) == len(base) else wanted
+        norm = base.norm(dim=1, keepdim=True) if len(wanted) == len(base) else merged.norm(dim=0, keepdim=True)
+        merged *= wanted.to(dtype) / (norm + torch.finfo(dtype).eps)
+        return merged if strength == 1.0 else base + strength * (merged - base)
+
     def of_rows(self, rows: Tensor) -> DoraWeights:
         """See the base class."""
         norms = {name: tensor for name, tensor in self.tensors.items() if name in NORMS}

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from library.config.schema import ModelConfig
 from library.fidelity.deployed import parse_deployment
-from library.fidelity.servers import BY_NAME, comfyui_seed, dropped_by_bypass, usual_server
+from library.fidelity.servers import BY_NAME, comfyui_seed, dora_error, dropped_by_bypass, usual_server
 from library.fidelity.serving import Models, Variant, numbers
 from library.precision.activations import FakeQuantLinear
-from networks.files.weights import LoraWeights
+from networks.files.weights import DoraWeights, LoraWeights
 from networks.files.writing import save_adapter
 from tests.tiny import save_single_files, tiny_flux_pipeline
 
@@ -245,3 +245,29 @@ def test_the_bypass_drops_parts_of_what_is_one_layer_in_comfyui(
     path = tmp_path / "lora.safetensors"
     save_adapter(path, lora(), models.targets, layout, "fp32", {})
     assert len(dropped_by_bypass([path], models.targets)) == dropped
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_dora_is_merged_as_comfyuis_source_has_it(dtype: torch.dtype, columns: bool, strength: float) -> None:
+    """``weight_decompose`` of ``comfy/weight_adapter/base.py``, written down step by step."""
+    random = torch.Generator().manual_seed(3)
+    weight, down, up = (torch.randn(shape, generator=random) / 8 for shape in ((96, 64), (4, 64), (96, 4)))
+    scale = (weight.norm(dim=0, keepdim=True) if columns else weight.norm(dim=1, keepdim=True)) * 1.02
+    diff = torch.mm(up.to(dtype), down.to(dtype))
+    diff *= 2.0 / 4
+    base = weight.to(dtype)
+    calculated = base + diff.type(dtype)
+    norm = calculated.transpose(0, 1).norm(dim=1, keepdim=True).transpose(0, 1) if columns else base.norm(
+        dim=1, keepdim=True)  # fmt: skip
+    norm = norm + torch.finfo(dtype).eps
+    calculated *= (scale.to(dtype) / norm).type(dtype)
+    if strength != 1.0:
+        calculated -= base
+        calculated = base + strength * calculated
+    dora = DoraWeights({"down": down, "up": up, "dora_scale": scale}, 2.0)
+    assert torch.equal(dora.apply_in(dtype, weight, strength), calculated)
+    errors = [dora_error({"a": dora}, lambda _: weight, strength, how) for how in ("unrounded", "stochastic_fp16")]
+    assert errors[0] > 4 * errors[1]  # bf16 has three bits fewer
+    assert dora_error({"a": dora}, lambda _: weight, strength, "nearest") < 1e-4  # in fp32

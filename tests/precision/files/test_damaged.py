@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from library.precision.checkpoint import WeightFiles
 from library.precision.files.comfy_quant import to_tiles
 from library.precision.files.gguf import TYPES
 from library.safetensors_io import RowRange
-from tests.precision.files.comfy import MADE, by_kitchen, comfy_tensors, marker, uneven
+from tests.precision.files.comfy import MADE, Made, by_kitchen, comfy_tensors, marker, uneven
 from tests.precision.files.gguf_files import blocks_of, write_gguf
 from tests.precision.files.nf4_files import nf4_tensors
 
@@ -57,6 +58,10 @@ def fp8_marked(weight: Tensor) -> Tensors:
     return scaled_fp8(weight, (), IN, "weight_scale") | {"comfy_quant": marker({"format": "float8_e4m3fn"})}
 
 
+def by_comfy_kitchen(made: Made, layer: str, weight: Tensor) -> Tensors:
+    return comfy_tensors(layer, by_kitchen(weight, made.kind, **made.options), made.marker)
+
+
 FORMATS: dict[str, Callable[[str, Tensor], Tensors]] = {
     "fp8 cast": in_layer(lambda w: {"weight": w.to(E4M3)}),
     "fp8 tensor": in_layer(lambda w: scaled_fp8(w, (), IN, "scale_weight")),
@@ -71,7 +76,7 @@ FORMATS: dict[str, Callable[[str, Tensor], Tensors]] = {
     "nf4 nested": nf4(True, "nf4"),
     "fp4": nf4(False, "fp4"),
     **{
-        str(made): lambda layer, w, m=made: comfy_tensors(layer, by_kitchen(w, m.kind, **m.options), m.marker)
+        str(made): partial(by_comfy_kitchen, made)
         for made in MADE
         if made.config.get("convrot_groupsize") in (None, 256)
     },
@@ -254,7 +259,7 @@ def test_weights_that_were_never_trained_are_honest(kind: str, shape: tuple[int,
     path, random = tmp_path / "m.safetensors", torch.Generator().manual_seed(0)
     for weight in (torch.rand(shape, generator=random) - 0.5, torch.ones(shape), torch.randn(shape).sign()):
         made = scaled_fp8(weight, (shape[0], 1), shape[1], "scale_weight") if "row" in kind else None
-        tensors = in_layer(lambda _, m=made: m)("a", weight) if made else FORMATS[kind]("a", weight)
+        tensors = {f"a.{leaf}": tensor for leaf, tensor in made.items()} if made else FORMATS[kind]("a", weight)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
         assert (read(path)["a.weight"] - weight).norm() < 0.1 * weight.norm()
 
