@@ -23,6 +23,10 @@ ComfyUI for products in high precision.
     refit ...      the fixes of ``tools/precision_report.py --fix``, merged and multiplied as served, over ``served``
     refit*, ...    the same loaded with the bypass, where the server merges
 
+Errors are of painted images like those that fixes are fitted to, squared errors of seeds and images added up.
+``--photographs N`` adds a row of each format for N of the photographs that come with scikit-image. *from* and *to* are
+the 95 % interval over images (bootstrap).
+
 The tiny model is 160 wide. ConvRot rotates runs of 32 or less of it and not 256. Q4_K's blocks hold 256 numbers: a
 matrix is cut into runs of 256 across its rows, as ComfyUI-GGUF's converter does where rows are no whole blocks. Each
 run of 32 of such a block, which has its own scale and minimum and lies in one row, is written as the block of Q4_1
@@ -35,13 +39,14 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -53,18 +58,17 @@ from bench.measure import Table, benchmark_parser, finish
 from bench.tiny_runs import (
     MODEL,
     calibration_options,
-    mean_and_spread,
     merge_compensated,
     models_with,
     paint,
+    photographs,
     run,
     train_lora,
 )
 from library.console import Console
 from library.fidelity.deployed import DeployedWeights
-from library.fidelity.differences import compare
 from library.fidelity.fixes import FixOptions, try_fixes
-from library.fidelity.runs import prepare_eval_set, run_variant
+from library.fidelity.runs import Outcome, prepare_eval_set, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
 from library.files import write_text
 from library.precision.parity.layer_errors import update_retention
@@ -143,10 +147,9 @@ def as_q4_1(blocks: np.ndarray) -> np.ndarray:
 
 
 class Plan(NamedTuple):
-    """What every format is measured on: two datasets of painted images, how many of each, and where results lie."""
+    """What every format is measured on: datasets with how many images of each, what fixes are fitted to, results."""
 
-    held_out: Path
-    images: int
+    shown: dict[str, tuple[Path, int]]
     calibrating: Path
     calibration: int
     fixes: tuple[str, ...]
@@ -159,9 +162,13 @@ def lora_of(seed: int, plan: Plan) -> Path:
     return path if path.exists() else train_lora(seed, path.parent)
 
 
-def measure(kind: str, seed: int, plan: Plan) -> dict[str, float]:
+Figures = dict[str, list[float]]  # squared errors of finished latents, image by image; their size; what is retained
+
+
+def measure(kind: str, seed: int, plan: Plan) -> Figures:
     """Return the figures of ``kind`` with the LoRA of ``seed``, those that were measured before from their file."""
-    row = plan.folder / f"{kind}_seed{seed}_{plan.images}_{plan.calibration}_{'_'.join(plan.fixes)}.json"
+    counts = "_".join(str(count) for _, count in plan.shown.values())
+    row = plan.folder / f"{kind}_seed{seed}_{counts}_{plan.calibration}_{'_'.join(plan.fixes)}.json"
     if row.exists():
         return dict(json.loads(row.read_text()))
     with tempfile.TemporaryDirectory() as folder:
@@ -171,49 +178,74 @@ def measure(kind: str, seed: int, plan: Plan) -> dict[str, float]:
     return found
 
 
-def _measure(kind: str, lora: Path, plan: Plan, folder: Path) -> dict[str, float]:
-    """Return the figures; fixes as shares of the error as served."""
+def _measure(kind: str, lora: Path, plan: Plan, folder: Path) -> Figures:
     torch.set_num_threads(1)
     console = Console(quiet=True)
     fitted = calibration_options(plan.calibrating, plan.calibration, folder / "calibration_cache")
-    shown = calibration_options(plan.held_out, plan.images, folder / "held_out_cache")
     models = models_with(lora, DeployedWeights(kind, write_format(kind, folder), None))
-    eval_set = prepare_eval_set(models, models.plan(shown).prepare(console), REFERENCE, STEPS)
+    sets = []
+    for name, (dataset, count) in plan.shown.items():
+        shown = calibration_options(dataset, count, folder / f"cache of {name}")
+        sets.append(prepare_eval_set(models, models.plan(shown).prepare(console), REFERENCE, STEPS))
+    parts = {key: [one for each in sets for one in getattr(each, key)] for key in ("batches", "pixels", "jobs")}
+    eval_set = replace(sets[0], **parts)
     reference = run_variant(models, REFERENCE, eval_set, console, "reference")
 
-    def error(variant: Variant, of: Models = models) -> float:
-        """Return the relative error of the finished latents."""
-        return compare(reference, run_variant(of, variant, eval_set, console, kind), eval_set).latents
+    def squares(outcome: Outcome) -> list[float]:
+        pairs = zip(reference.latents, outcome.latents, strict=True)
+        return [float((b.double() - a.double()).square().sum()) for a, b in pairs]
+
+    def error(variant: Variant, of: Models = models) -> list[float]:
+        return squares(run_variant(of, variant, eval_set, console, kind))
 
     how = next((each.how for each in models.server.merges if not each.one_step), None)
     beside = Variant(weights=True)
     rounded = models.roundings(replace(beside, activations="auto"))
     served = replace(beside, merge=how, activations="auto" if rounded else None)
-    found = {"base": error(beside), "served": error(served), "retained": 1.0}
-    with_merge = found["base"]
+    sizes = [float(each.double().square().sum()) for each in reference.latents]
+    found = {"size": sizes, "base": error(beside), "served": error(served), "retained": [1.0]}
+    found["merged"] = found["base"]
     if how:
-        with_merge = error(replace(beside, merge=how))
+        found["merged"] = error(replace(beside, merge=how))
         high, merged = models.base(deployed=True), models.merged_weights(served)
-        found["retained"] = mean(
+        found["retained"] = [
             update_retention(numbers(base_layer(merged, n)), numbers(base_layer(high, n)), update.delta()).gain
             for n, update in models.transformer_lora.items()
-        )
+        ]
     if kind in WRITTEN:
-        found["nearest"] = _beyond(error(replace(beside, merge="nearest")), found["base"])
-    found["merge"] = _beyond(with_merge, found["base"])
-    found["activations"] = _beyond(found["served"], with_merge)
+        found["to nearest"] = error(replace(beside, merge="nearest"))
     if how is None or not models.rounded_in(served):
-        found["bypass"] = 1.0  # it is served so
+        found["bypass"] = found["served"]
     if kind in PRECISIONS and "compensated" in plan.fixes:
         compensated = models_with(lora, merge_compensated(lora, PRECISIONS[kind], fitted, folder / "compensated"))
-        found["compensated"] = error(replace(served, merge=None), compensated) / found["served"]
+        found["compensated"] = error(replace(served, merge=None), compensated)
     tried = tuple(name for name in plan.fixes if name != "compensated")
     options = FixOptions(folder / "fixes", lora, fitted, train, minutes=600.0, names=tried)
     for fix in try_fixes(models, served, eval_set, reference, (), options, console):
-        found[fix.name] = fix.differences.latents / found["served"]
-        if fix.beside:
-            found[f"{fix.name}*"] = fix.beside.latents / found["served"]
+        found[fix.name] = squares(fix.outcome)
+        if fix.outcome_beside:
+            found[f"{fix.name}*"] = squares(fix.outcome_beside)
     return found
+
+
+def row_of(seeds: Sequence[Figures], where: slice, shares: Sequence[str]) -> dict[str, float]:
+    """Return errors, and the ``shares`` of the served one that fixes leave, with intervals, on the images ``where``."""
+    sums = {
+        name: np.array([each[name][where] for each in seeds]).sum(axis=0) for name in seeds[0] if name != "retained"
+    }
+    whole = {name: float(np.sqrt(one.sum() / sums["size"].sum())) for name, one in sums.items()}
+    row = {"base": whole["base"], "served": whole["served"], "merge": _beyond(whole["merged"], whole["base"])}
+    if "to nearest" in whole:
+        row["nearest"] = _beyond(whole["to nearest"], whole["base"])
+    row["activations"] = _beyond(whole["served"], whole["merged"])
+    row["retained"] = mean(value for each in seeds for value in each["retained"])
+    drawn = np.random.default_rng(0).integers(0, len(sums["size"]), (RESAMPLED, len(sums["size"])))
+    for name in shares:
+        if name in whole:
+            left = np.sqrt(sums[name][drawn].sum(axis=1) / sums["served"][drawn].sum(axis=1))
+            row[name] = whole[name] / whole["served"]
+            row[f"{name} from"], row[f"{name} to"] = (float(each) for each in np.quantile(left, (0.025, 0.975)))
+    return row
 
 
 def _beyond(whole: float, part: float) -> float:
@@ -221,8 +253,9 @@ def _beyond(whole: float, part: float) -> float:
     return max(0.0, whole**2 - part**2) ** 0.5
 
 
+RESAMPLED, INTERVAL = 2000, {" from": "17.2f", " to": "15.2f"}
 ERRORS = ("base", "merge", "nearest", "activations", "served")
-COLUMNS = {"format": "<16", **dict.fromkeys(ERRORS, "12.2%"), "retained": "9.2f"}
+COLUMNS = {"format": "<16", "images": "<12", **dict.fromkeys(ERRORS, "12.2%"), "retained": "9.2f"}
 
 
 def main() -> None:
@@ -233,6 +266,7 @@ def main() -> None:
     parser.add_argument("--fixes", nargs="*", choices=fixes, default=fixes[:4])
     parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
     parser.add_argument("--images", type=int, default=24, help="held-out images (default: %(default)s)")
+    parser.add_argument("--photographs", type=int, default=0, help="photographs, at most 12 (default: %(default)s)")
     parser.add_argument("--calibration", type=int, default=48, help="images of the fixes (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="formats at a time, a core each (default: %(default)s)")
     parser.add_argument("--keep", type=Path, help="folder of LoRAs and figures that a later run goes on from")
@@ -241,21 +275,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         folder = (options.keep or place / "work").resolve()
-        held_out = paint(place / "held_out", options.images, seed=2026)
+        shown = {"painted": (paint(place / "held_out", options.images, seed=2026), options.images)}
+        if options.photographs:
+            shown["photographs"] = photographs(place / "photographs", options.photographs), options.photographs
         calibrating = paint(place / "calibrating", options.calibration, seed=2027)
-        plan = Plan(held_out, options.images, calibrating, options.calibration, tuple(options.fixes), folder)
+        plan = Plan(shown, calibrating, options.calibration, tuple(options.fixes), folder)
         cases = [(kind, seed) for seed in seeds for kind in options.formats]
         with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
             list(pool.map(lora_of, seeds, repeat(plan)))
             found = dict(zip(cases, pool.map(measure, *zip(*cases, strict=True), repeat(plan)), strict=True))
     shares = [name for fix in options.fixes for name in (fix, f"{fix}*")]
     shares = [name for name in shares if any(name in one for one in found.values())]
-    table = Table(COLUMNS | dict.fromkeys(shares, "12.2f"))
+    columns = {f"{name}{end}": width for name in shares for end, width in (("", "12.2f"), *INTERVAL.items())}
+    table = Table(COLUMNS | columns)
     for kind in options.formats:
-        row: dict[str, Any] = {"format": kind}
-        for name in (*ERRORS, "retained", *shares):
-            row |= mean_and_spread(name, [found[kind, seed][name] for seed in seeds if name in found[kind, seed]])
-        table.add(row)
+        at = 0
+        for name, (_, count) in shown.items():
+            figures = row_of([found[kind, seed] for seed in seeds], slice(at, at + count), shares)
+            table.add({"format": kind, "images": name} | figures)
+            at += count
     finish(table.rows, {}, options.json)
 
 

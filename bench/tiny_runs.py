@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from statistics import mean
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 
 from dev.tiny_models.painting import to_image
 from dev.tiny_models.scenes import random_zorbo
 from library.config.schema import ModelConfig
+from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployed import DeployedWeights
 from library.fidelity.serving import Models
@@ -34,6 +37,39 @@ def paint(folder: Path, count: int, seed: int, subset: str = "inpaint_mask_varia
         scene = random_zorbo(rng)
         to_image(scene.image).save(folder / "images" / f"{number:03d}.png")
         (folder / "images" / f"{number:03d}.txt").write_text(scene.caption)
+    return _dataset(folder, subset)
+
+
+PHOTOGRAPHS = {
+    "astronaut.png": "a woman in an orange suit",
+    "brick.png": "a brick wall",
+    "camera.png": "a man with a camera",
+    "chelsea.png": "a cat",
+    "coffee.png": "a cup of coffee on a table",
+    "coins.png": "old coins",
+    "grass.png": "grass",
+    "gravel.png": "gravel",
+    "hubble_deep_field.jpg": "galaxies",
+    "moon.png": "the moon",
+    "motorcycle_left.png": "a motorcycle",
+    "rocket.jpg": "a rocket",
+}
+
+
+def photographs(folder: Path, count: int) -> Path:
+    """Cut squares of 128 out of ``count`` of the photographs that come with scikit-image; return their dataset TOML."""
+    found = importlib.util.find_spec("skimage")
+    if found is None or found.origin is None:
+        raise UserError("photographs: they come with scikit-image; pip install -r requirements/bench.txt")
+    (folder / "images").mkdir(parents=True)
+    for name, caption in list(PHOTOGRAPHS.items())[:count]:
+        image = Image.open(Path(found.origin).parent / "data" / name).convert("RGB")
+        ImageOps.fit(image, (128, 128), Image.Resampling.LANCZOS).save(folder / "images" / f"{Path(name).stem}.png")
+        (folder / "images" / f"{Path(name).stem}.txt").write_text(f"a photograph of {caption}")
+    return _dataset(folder, "inpaint_mask_variants = 4\n")
+
+
+def _dataset(folder: Path, subset: str) -> Path:
     path = folder / "dataset.toml"
     path.write_text(
         '[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = 128\nbatch_size = 4\n'

@@ -5,6 +5,10 @@ functions of (seed, image), and the forward pass is the family's: what is collec
 Each image is one batch at each noise level. The last quarter of the images is held out: fits are made on the others,
 and judged on these.
 
+A LoRA's images are alike, and what is fitted to them alone serves them better than any other picture. Each image that
+a fit is made on has a *texture* beside it (:func:`texture`), with its mask and its noise levels, and a caption about
+something else (the image's own where the text encoder sees references). Nothing is judged on textures.
+
 The conditions are those of training: what regions are blanked with, guidance, T5's tokens. They stand in the LoRA's
 file, the blank in the dataset too. Where the two contradict each other the LoRA's file counts: the dataset may be
 another one. A guidance-distilled model is trained at one guidance and sampled at another (FLUX.1: 1 and 3.5), so a
@@ -15,7 +19,7 @@ follow from that of training's noise levels: it is the one of the model's schedu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -27,16 +31,20 @@ from library.config.family_defaults import family_defaults
 from library.config.schema import DatasetArguments, ModelConfig
 from library.console import Console
 from library.data.batches import Batch, ItemSource, collate
+from library.data.cache import Pixels
 from library.data.config import DatasetConfig, load_dataset_config
 from library.data.dataset import TrainingData, build_dataset, check_masks
 from library.errors import UserError, counted
+from library.files import read_toml
 from library.models.family import Family
 from library.models.family_by_name import model_family
+from library.models.vae import ImageEncoder
 from library.precision.parity.activations import Forward, LayerInputs, collect_inputs
 from library.randomness import generator
 from library.safetensors_io import read_entries
 from library.training.flow import add_noise, noise_for
 from library.training.report.progress import counting
+from library.training.sampling.painting import GENERAL
 from networks.files.metadata import TrainedOn, trained_on, weight_file
 
 SIGMAS = (0.95, 0.75, 0.5, 0.25)  # from the sketch to the details; the tokens of one image differ more than these
@@ -106,8 +114,10 @@ class CalibrationPlan:
     dtype: torch.dtype
     device: torch.device
 
-    def prepare(self, console: Console) -> Calibration:
+    def prepare(self, console: Console, *, textures: bool = False) -> Calibration:
         """Cache what is not cached yet, with the family's encoders, each freed in turn, and choose the images.
+
+        ``textures``: something is fitted, so each image to fit to has one beside it.
 
         Raises:
             UserError: anything wrong with the dataset; a sigma outside of (0, 1]; too few images.
@@ -136,22 +146,33 @@ class CalibrationPlan:
         check_masks(data, options.masked_loss)
         with counting(console) as progress:
             data.cache_latents(image_encoder, arguments.vae_batch_size, progress)
-            data.cache_text(text_encoder, [], arguments.text_encoder_batch_size, progress)
+            captions = _general_captions(options.images) if textures and not text_encoder.sees_references else []
+            data.cache_text(text_encoder, captions, arguments.text_encoder_batch_size, progress)
         batches, sources = _chosen(data, options)
         held_out = len(batches) // 4
         kept = len(batches) - held_out
         fit = f"{kept} to fit to, {held_out} to judge by" if held_out else f"{kept}, judged by themselves"
+        beside: list[Batch] = []
+        if textures:
+            pairs = zip(batches[:kept], sources[:kept], strict=True)
+            beside = [_textured(batch, source.pixels(), image_encoder, options.seed) for batch, source in pairs]
+            image_encoder.release()
+            for number, caption in enumerate(captions[:kept]):
+                text = data.text_embeddings(caption)
+                text = {name: each[None] for name, each in text.items() if each.dtype != torch.bool or not each.all()}
+                beside[number] = replace(beside[number], text=text)
+            fit += f", and {counted(kept, 'texture')}"
         console.print(
             f"calibration: {counted(len(batches), 'image')} ({fit}) at {counted(len(options.sigmas), 'noise level')}"
         )
-        return Calibration(self, family, batches[:kept], batches[kept:], sources, data)
+        return Calibration(self, family, batches[:kept], batches[kept:], sources, data, beside)
 
 
 @dataclass(frozen=True)
 class Calibration:
     """Inputs of the model, ready to be run: ``fit`` to fit to and ``check`` to judge by; ``sources`` of all in turn.
 
-    ``data`` is the dataset that they are of.
+    ``data`` is the dataset that they are of, ``textures`` are fitted to as well.
     """
 
     plan: CalibrationPlan
@@ -160,6 +181,7 @@ class Calibration:
     check: Sequence[Batch]
     sources: Sequence[ItemSource]
     data: TrainingData
+    textures: Sequence[Batch] = ()
 
     def forwards(self, transformer: nn.Module, batches: Sequence[Batch]) -> list[Forward]:
         """Return calls that run ``transformer`` on each of ``batches`` at each noise level."""
@@ -176,7 +198,8 @@ class Calibration:
 
         ``held_out``: the images to judge by are kept apart; otherwise all images count alike.
         """
-        fit = self.forwards(transformer, self.fit if held_out else [*self.fit, *self.check])
+        batches = [*self.fit, *self.textures, *(() if held_out else self.check)]
+        fit = self.forwards(transformer, batches)
         check = self.forwards(transformer, self.check) if held_out else []
         options = self.plan.options
         memory = int(options.statistics_gb * 2**30)
@@ -226,3 +249,44 @@ def _chosen(data: TrainingData, options: CalibrationOptions) -> tuple[list[Batch
     order = torch.randperm(len(samples), generator=generator("calibration", options.seed)).tolist()
     positions = [(0, first[i]) for i in order[: options.images]]
     return [collate([data.train[position]]) for position in positions], [data.train.source(each) for each in positions]
+
+
+def texture(height: int, width: int, rng: torch.Generator) -> Tensor:
+    """Return an image of coloured noise over a gradient, [3, H, W] fp32 in [-1, 1], that no data is needed for.
+
+    The amplitude of noise falls with the frequency f as 1/f^a, a from 0.5 to 2; that of photographs with a near 1
+    (Field 1987, https://doi.org/10.1364/JOSAA.4.002379). Contrast, hue and brightness are drawn anew for each.
+    """
+    drawn, about = torch.rand(2, generator=rng), torch.rand(3, 1, 1, generator=rng)
+    mixed, slope = torch.randn(3, 4, generator=rng), torch.randn(3, 2, 1, 1, generator=rng)
+    rows, columns = torch.fft.fftfreq(height)[:, None], torch.fft.fftfreq(width)
+    frequency = torch.hypot(rows, columns).clamp_min(1 / max(height, width))
+    noise = torch.fft.fft2(torch.randn(3, height, width, generator=rng)) / frequency ** (0.5 + 1.5 * drawn[0])
+    channels = torch.fft.ifft2(noise).real
+    channels = channels / channels.std(dim=(1, 2), keepdim=True)
+    channels = torch.einsum("ij,jhw->ihw", mixed[:, :3] / 2 + mixed[0, 3], channels)
+    ramps = torch.linspace(-1, 1, height)[:, None] * slope[:, 0] + torch.linspace(-1, 1, width) * slope[:, 1]
+    contrast = 0.1 + 0.5 * drawn[1]
+    return (channels / channels.std() * contrast + 1.4 * about - 0.7 + 0.3 * ramps).clamp(-1, 1)
+
+
+def _general_captions(count: int) -> list[str]:
+    """Return ``count`` captions of all kinds, the same again where there are no more."""
+    captions = read_toml(GENERAL)[0]["preserve_prompts"]
+    return [captions[7 * number % len(captions)] for number in range(count)]
+
+
+def _textured(batch: Batch, pixels: Pixels, encoder: ImageEncoder, seed: int) -> Batch:
+    """Return ``batch``, one sample, with textures in the place of its image and references ``pixels``."""
+
+    def drawn(like: Tensor, *key: int | str) -> Tensor:
+        height, width = like.shape[-2:]
+        return texture(height, width, generator("texture", seed, batch.sample_ids[0], *key))
+
+    image, conditions = drawn(pixels.image), batch.conditions
+    masked, references = conditions.masked_latents, enumerate(pixels.references)
+    if pixels.mask is not None and pixels.blank is not None:
+        masked = encoder.encode(torch.where(pixels.mask > 0, pixels.blank, image)[None])
+    shown = tuple(encoder.encode(drawn(each, number)[None]) for number, each in references)
+    latents = encoder.encode(image[None])
+    return replace(batch, latents=latents, conditions=replace(conditions, masked_latents=masked, references=shown))

@@ -97,7 +97,8 @@ class Fix:
     Attributes:
         name: one of the module's list. cost: in words. seconds: that finding it took. files: that it left.
         differences, outcome: of the deployment with it, as its server runs it.
-        beside: the same with the LoRA beside the weights; None where the server leaves it there, or the fix is no file.
+        beside, outcome_beside: the same with the LoRA beside the weights; None where the server leaves it there, or the
+            fix is no file.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Fix:
     differences: Differences
     outcome: Outcome
     beside: Differences | None = None
+    outcome_beside: Outcome | None = None
 
     @property
     def left(self) -> float:
@@ -183,10 +185,10 @@ def try_fixes(
             console.print(f"note: {name} not tried: {error}")
             return
         outcome, differences = run(changed, variant, name)
-        seconds, beside = time.monotonic() - started, None
+        seconds, beside, apart = time.monotonic() - started, None, None
         if files and changed.rounded_in(variant):
-            beside = run(changed, replace(variant, merge=None), f"{name}, bypass")[1]
-        fixes.append(Fix(name, cost, seconds, files, differences, outcome, beside))
+            apart, beside = run(changed, replace(variant, merge=None), f"{name}, bypass")
+        fixes.append(Fix(name, cost, seconds, files, differences, outcome, beside, apart))
 
     served = replace(REFERENCE, weights=True, merge=deployment.merge, activations=deployment.activations)
     if deployment != served and not models.deployed.merged:

@@ -176,7 +176,7 @@ def compensate(
     loras: Sequence[tuple[LoraSource, Mapping[str, object]]] = (),
 ) -> dict[str, UpdateRetention]:
     """Run the model with ``loras`` on the calibration and round group by group; return what is left of each update."""
-    calibration = plan.prepare(console)
+    calibration = plan.prepare(console, textures=True)
     fp8 = WeightLoader(None if merge.layout is not None else merge.recipe, compute="dequant")
     transformer = calibration.family.load_transformer(plan.dtype, plan.device, fp8=fp8)
     plain = [

@@ -76,7 +76,7 @@ def refit_lora(
     if not units:
         raise UserError(f"{lora}: none of its layers is quantised in {deployed.name}; it fits as it is")
 
-    calibration = models.plan(options).prepare(console)
+    calibration = models.plan(options).prepare(console, textures=True)
     transformer = models.base(deployed=True)
     console.print(f"deployed: {deployed.name}: {models.base_precision}")
     _refuse_another_model(models, transformer, base, {unit[0]: places[unit[0]] for unit in units})

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import library.precision.parity.layer_errors as low_rank
+from library.fidelity.calibration import texture
 from library.precision.names import GRANULARITIES, Granularity
 from library.precision.parity.activations import LayerInputs
 from library.precision.parity.layer_errors import fit_low_rank, fit_up, relative_output_error
@@ -131,3 +132,43 @@ def test_factors_are_compared_as_they_will_be_stored() -> None:
     assert done.after == pytest.approx(
         relative_output_error(error, layer.weight + layer.update, layer.inputs), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_correction_makes_no_input_worse_and_gains_on_those_of_a_mixed_calibration(granularity: Granularity) -> None:
+    """What rank r leaves of an error T x is its part outside of r directions: never longer than T x, for any x.
+
+    Inputs of another kind lie in directions of their own. Mixed into the moment they gain, and no rank-r correction is
+    better on them than that of least squares in float64 on them alone.
+    """
+    layer, other = make_layer(seed=7), make_layer(seed=8)
+    target = layer.weight - quantize(layer.weight, granularity).dequantize(torch.float32)
+    unseen = other.others.double()
+    errors = []
+    for moment in (layer.inputs.moment, (layer.inputs.moment + other.inputs.moment) / 2):
+        up, down = fit_low_rank(target, moment, 32)
+        left = (unseen @ (target - up @ down).double().t()).norm(dim=1)
+        whole = (unseen @ target.double().t()).norm(dim=1)
+        assert bool((left <= whole * (1 + 1e-4)).all())  # factors in fp32, a subspace found by iteration
+        errors.append(float(left.norm() / whole.norm()))
+    own = (unseen.t() @ unseen / len(unseen)).float()
+    least = (optimum(target, own, 32, 0.0) / weighted_error(target, own)) ** 0.5
+    assert least - 1e-3 < errors[1] < errors[0]
+
+
+def test_textures_have_the_spectrum_of_photographs() -> None:
+    slopes = []
+    for seed in range(20):
+        image = texture(64, 96, torch.Generator().manual_seed(seed))
+        assert image.shape == (3, 64, 96)
+        assert float(image.abs().max()) <= 1
+        rows, columns = torch.fft.fftfreq(64).double()[:, None], torch.fft.fftfreq(96).double()
+        frequency = torch.hypot(rows, columns)
+        size = torch.fft.fft2((image - image.mean()).double()).abs().square().mean(0)
+        where = (frequency > 1 / 32) & (frequency < 0.25) & (rows != 0) & (columns != 0)  # ramps lie on the axes
+        x, y = frequency[where].log(), size[where].clamp_min(1e-12).log() / 2
+        slopes.append(float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()))
+    # the exponents are drawn from 0.5 to 2; a periodogram's slope over one octave and a half errs by 0.15, and clamping
+    # flattens it
+    assert all(-2.3 < slope < -0.2 for slope in slopes)
+    assert -1.6 < sum(slopes) / len(slopes) < -0.9
