@@ -151,7 +151,7 @@ def settle(models: Models, variant: Variant, calibration: Calibration, steps: in
     same = dict.fromkeys(("tokenizer", "text", "vae", "shift", "configs"), "") if models.folder is not None else {}
     same = {cause: line for cause, line in same.items() if cause not in variant.changes()}
     effects = {
-        "tokenizer": (_reads_alike, "these captions get the same tokens"),
+        "tokenizer": (_reads_alike, "these captions get the same tokens, or tokens that do the same"),
         "text": (_encodes_alike, "these captions get the same embeddings"),
         "vae": (_paints_alike, "these images get the same latents, and back"),
         "shift": (_steps_alike, "these images are sampled at the same noise levels"),
@@ -189,7 +189,12 @@ def _reads_alike(models: Models, variant: Variant, calibration: Calibration, ste
     for name, encoder in high.models().items():
         if largest[name] >= (known := encoder.get_input_embeddings().num_embeddings):
             raise UserError(f"token {largest[name]} of {known} that {name} knows; give that encoder's own tokenizer")
-    return False
+    others = {
+        source.text.caption
+        for source in calibration.sources
+        if (ids := found.get(source.text.caption)) and ids[0] != ids[1]
+    }
+    return bool(others) and _encodes_alike(models, variant, calibration, steps)  # filling that nothing sees
 
 
 def _encodes_alike(models: Models, variant: Variant, calibration: Calibration, steps: int) -> bool:

@@ -165,7 +165,7 @@ def test_the_same_parts_and_parts_saved_again_are_no_causes(deployment: Deployme
     assert variant == Variant(weights=True)
     assert "get the same embeddings" in same["text"]
     assert "get the same latents" in same["vae"]
-    assert "get the same tokens" in same["tokenizer"]
+    assert "the same tokens" in same["tokenizer"]
 
 
 def test_a_vocabulary_with_merges_beside_it_is_the_same_tokenizer(place: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_vocabulary_with_merges_beside_it_is_the_same_tokenizer(place: Path) -
     (folder / "tokenizer.json").unlink()
     _, variant, same = deployment.settled()
     assert variant == Variant(weights=True)
-    assert "get the same tokens" in same["tokenizer"]
+    assert "the same tokens" in same["tokenizer"]
     (folder / "merges.txt").unlink()
     with pytest.raises(UserError, match=r"tokenizer has vocab.json without merges.txt"):
         deployment.settled()
@@ -263,7 +263,6 @@ def test_factors_of_another_vae_are_named(deployment: Deployment) -> None:
     [
         ("flux", {"padding_side": "left"}, "padding_side left instead of right"),
         ("flux", {"model_max_length": 6}, "model_max_length 6 instead of 16"),
-        ("flux", {"pad_token": "!"}, "pad_token ! instead of"),
         ("flux2_klein", {"padding_side": "left"}, "padding_side left instead of right"),
         ("flux2_klein", {"pad_token": "<|im_end|>"}, "pad_token <|im_end|> instead of"),
     ],
