@@ -114,10 +114,8 @@ def test_what_the_model_is_shown_is_what_diffusers_shows_it(folder: Path) -> Non
     assert (give(pixels, "fill", Variant()).shown[0][region] == -1).all()
     pipeline = FluxFillPipeline.from_pretrained(folder / "base")
     assert isinstance(pipeline.mask_processor, VaeImageProcessor)
-    image, mask = (
-        pipeline.image_processor.preprocess((pixels.image[None] + 1) / 2),
-        pipeline.mask_processor.preprocess(pixels.mask[None]),  # type: ignore[index],
-    )
+    image = pipeline.image_processor.preprocess((pixels.image[None] + 1) / 2)
+    mask = pipeline.mask_processor.preprocess(pixels.mask[None])  # type: ignore[index]
     assert torch.allclose(give(pixels, "fill", served).shown[0], (image * (1 - mask))[0], atol=1e-6)
 
 
