@@ -144,6 +144,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "dataset.toml", folder / "my_dataset.toml")
     shutil.copy(files.transformer, folder / "flux1-dev.safetensors")
     (folder / "FLUX.1-dev").symlink_to(folder / "pipeline")
+    (folder / "FLUX.1-Fill-dev").symlink_to(folder / "fill")
+    (folder / "fill.toml").write_text(_small(text) + '\ninpaint_blank = "black"\n')
     (folder / "assets").symlink_to(ROOT / "assets")
     return folder
 
@@ -171,7 +173,7 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
     if script == "train_lora.py":
         rank = [] if "--dim_from_weights" in rest else ["--network_dim", "2"]
         rest += ["--lr_warmup_steps", "1"] if "configs/demo.toml" in rest or "configs/demo_fp8.toml" in rest else []
-        rest += [*SHORT, *rank, *([] if "FLUX.1-dev" in rest else tokenizers)]
+        rest += [*SHORT, *rank, *([] if {"FLUX.1-dev", "FLUX.1-Fill-dev"} & {*rest} else tokenizers)]
         for deep in {deep for config, deep in DEEP.items() if f"configs/{config}.toml" in rest}:
             if not (place / f"models/{deep}.safetensors").exists():
                 shutil.copy(DEEP_MODELS[deep](place / deep), place / f"models/{deep}.safetensors")
@@ -266,8 +268,16 @@ def test_every_command_about_precision_runs(place: Path) -> None:
     )
     _run_page("docs/quantised_files.md", place, 5)
     _assert_written(place, "flux1-dev-fp8.safetensors", "FLUX.1-dev-fp8", "flux1-dev-musubi.safetensors")
-    _run_page("docs/precision.md", place, 5)
-    _assert_written(place, "style-fp8.safetensors", "merged", "merged.safetensors", "FLUX.1-dev-compensated")
+    _run_page("docs/precision.md", place, 9)
+    _assert_written(
+        place,
+        "door-fp8.safetensors",
+        "report-after/report.html",
+        "style-fp8.safetensors",
+        "merged",
+        "merged.safetensors",
+        "FLUX.1-dev-compensated",
+    )
     _assert_written(place, "report/report.html", "output/taught/taught.safetensors")
     _run_page("docs/serving.md", place, 2)
     _assert_written(place, "flux1-dev-int8.safetensors", "style-int8.safetensors")
