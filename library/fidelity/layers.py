@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from library.fidelity.serving import numbers, rounded, rounds
+from library.fidelity.grids import on_own_grid
+from library.fidelity.serving import numbers, rounded
 from library.fidelity.tensors import SURE, TensorRow
 from library.precision.files.base import QuantizedWeight
 from library.precision.linear import QuantizedLinear
@@ -120,10 +121,11 @@ def layer_row(
     target = reference + delta if delta is not None and inside else reference  # what is served should be this
     quantized = deployed.quantized() if isinstance(deployed, QuantizedLinear) else None
     weight = numbers(deployed)
-    base, wanted = (rounded(quantized, reference), target) if merged == "in the file" else (weight, reference)
+    base, wanted = weight, reference
+    if merged == "in the file":
+        base, wanted = reference if quantized is None else on_own_grid(quantized, reference), target
     retained = update_retention(numbers(served), base, delta) if delta is not None and inside else None
-    known = weight if quantized is not None and not rounds(quantized) else rounded(quantized, target)
-    nearest = relative_output_error(known - target, target, inputs)
+    nearest = relative_output_error(rounded(quantized, target) - target, target, inputs)
     unknown = tensor.fault in ("ruined_layer", "other_lora")
     compensated = unknown and relative_output_error(weight - wanted, wanted, inputs) < nearest
     return LayerRow(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from library.fidelity.grids import Grid, rounded_on
 from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, in_units
 from library.precision.files.fp8 import Fp8Weight
 
@@ -59,7 +60,7 @@ class ServedMatrix:
         expected: relative error of layers like it: of rounding to nearest in its format, or, where that is not known,
             of the median layer; 0 in high precision.
         merged: something was merged into it, so that it may have been rounded twice.
-        stored: as the file has it, in any format.
+        stored: as the file has it, in any format. grid: that its numbers lie on, of formats other than fp8.
     """
 
     numbers: Tensor
@@ -67,12 +68,15 @@ class ServedMatrix:
     expected: float = 0.0
     merged: bool = False
     stored: QuantizedWeight | None = None
+    grid: Grid | None = None
 
     def fits(self, wanted: Tensor, gains: Tensor | None = None) -> bool:
         """Return whether the numbers are an honest rounding of ``wanted`` times its scale groups' ``gains``."""
         if self.quantized is not None and not self.merged:
             scaled = self.quantized if gains is None else with_gains(self.quantized, gains)
             return honest(steps_of(scaled, wanted))
+        if self.grid is not None and not self.merged:
+            return rounded_on(self.grid, self.numbers, wanted if gains is None else wanted * spread(gains, wanted))
         if not self.expected:
             return same_in_bf16(self.over(gains), wanted)
         nearest = self._nearest_errors(wanted, gains)

@@ -523,8 +523,8 @@ def rounds(kind: QuantizedWeight | None) -> bool:
 
 
 def rounded(kind: QuantizedWeight | None, weight: Tensor) -> Tensor:
-    """Return ``weight`` rounded to nearest as :func:`round_like` does, fp32; as it is where nothing :func:`rounds`."""
-    return weight if kind is None or not rounds(kind) else round_like(kind, weight, "nearest").dequantize(torch.float32)
+    """Return ``weight`` rounded to nearest in the format of ``kind``, fp32; as it is in high precision."""
+    return weight if kind is None else kind.rounded(weight)
 
 
 def _set_weight(model: nn.Module, name: str, weight: Tensor) -> None:

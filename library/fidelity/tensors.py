@@ -1,10 +1,11 @@
 """Every tensor of the deployed model beside the reference's, and what was done to those that are not just rounded.
 
 First every tensor is measured: its error, what rounding to nearest in its format costs, how the errors lie in steps of
-the format (``rounding_laws``), and which share of the LoRA's update is in it. From all rows together follows what
-must be expected: the format that most weights have, and, where a file of high precision holds weights that lie on an
-unknown grid (a dequantised nf4, int8 or GGUF model), the error of the median layer. Then those that do not bear
-themselves as expected are diagnosed, a tensor at a time, against candidates made from the reference.
+the format (``rounding_laws``) or on the grid that its scales make (``grids``), and which share of the LoRA's update
+is in it. Nothing of that is taken from other layers of the file. From all rows together follows the format that most
+weights have, and the error of the median layer where weights lie on an unknown grid (a dequantised nf4, int8 or GGUF
+model): one that is far coarser is named. Those that do not bear themselves as expected are diagnosed, a tensor at a
+time, against candidates made from the reference.
 
 What a LoRA left in a weight is ``<S - W, D> / <D, D>`` for the served weight S, the reference's W as rounded without
 it, and the update D. Rounding's noise, of rms s a number, moves it by ``s / |D|``: small layers are known badly, and
@@ -25,6 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from library.errors import names_in_short
+from library.fidelity.grids import (
+    EITHER_NEIGHBOUR,
+    Grid,
+    distinct,
+    errs_like,
+    factor_on,
+    on_own_grid,
+    rounded_on,
+    seen_grid,
+)
 from library.fidelity.rounding_laws import ServedMatrix, gain_of, honest, relative, same_in_bf16, steps_of
 from library.fidelity.serving import round_like, rounded, rounds
 from library.fidelity.transformations import SIMPLE, diagnose, nearest_candidate
@@ -43,10 +54,12 @@ Role = Literal["weight", "bias", "norm", "scale", "input_scale", "buffer"]
 
 _GRID = 0.97  # distinct numbers in 32 neighbours, over the reference's; bf16 of another model has 1.0, 8 bits 0.93
 _OUT_OF_LINE = 2.5  # times the median layer's error, where the format is not known
+_SEARCHED = 2.0  # times the plain rule's rounding; scales that ggml searched with an importance matrix have 1.35
+_GAIN = 0.006  # of two roundings
+_CANNOT_TELL = 0.01  # error from which it is said that a grid is too fine to tell
 _COARSER = 1.5  # times what the main format costs; e5m2 has 2, another granularity at most 1.2
 _OFF_NEAREST = 0.02  # share of numbers that may lie further than half a step, of one rounding to nearest
 _SHARE = 0.05  # of the update, from which it is worth a word
-_EITHER_NEIGHBOUR, _ONE_ROW = 1.55, 3.0  # times rounding to nearest: stochastic rounding has 1.41; of a single row
 _TWO_ROUNDINGS, _IN_BF16 = 1.9, 0.004  # times rounding to nearest; relative error of bf16's rounding, with a margin
 
 
@@ -130,13 +143,13 @@ def compare_tensors(
             measured[name] = _measure(_Pair(place, served[name], update, merged), stored.get(name, ""))
     errors: dict[str, list[float]] = {}
     for one in measured.values():
-        if one.on_grid:
+        if one.on_grid and one.lawful:
             errors.setdefault(one.row.kind, []).append(one.row.error)
     medians = {kind: median(found) for kind, found in errors.items()}
     measured = {
         name: replace(one, on_grid=one.on_grid or _as_if_on_grid(one, medians)) for name, one in measured.items()
     }
-    main = _main_kind([one.row for one in measured.values()])
+    main = _main_kind([one.row for one in measured.values() if one.scheme])
     scheme = next((one.scheme for one in measured.values() if one.row.kind == main and one.scheme), None)
     usual = _Usual(medians, main, scheme)
     rows: list[TensorRow] = []
@@ -289,14 +302,15 @@ class _Pair:
 class _Measured:
     """A row before it is explained.
 
-    ``settled``: nothing is wrong with it. ``on_grid``: of a format that nothing here rounds to. ``scheme``: of its
-    format, where something does.
+    ``settled``: nothing is wrong with it. ``on_grid``: in high precision, and on a grid that it does not tell.
+    ``lawful``: as rounding on that grid would have it. ``scheme``: of its format, where something rounds to it.
     """
 
     pair: _Pair
     row: TensorRow
     settled: bool
     on_grid: bool = False
+    lawful: bool = False
     scheme: Scheme | None = None
 
 
@@ -333,39 +347,76 @@ def _measure(pair: _Pair, dtype: str) -> _Measured:
     gain = gain_of(numbers, wanted)
     after = relative(numbers / gain, wanted) if gain else 1.0
     row = replace(row, gain=gain, error_after_gain=after)
-    base, nearest = high, wanted
+    nearest = rounded(stored, wanted)
     if quantized is not None:
         zeros, subnormals, saturated = _shares(quantized, wanted)
         row = replace(row, zeros=zeros, subnormals=subnormals, saturated=saturated)
-    if rounds(stored):
-        nearest = rounded(stored, wanted)
+    if stored is not None:
         row = replace(row, own_expected=relative(nearest, wanted))
-        base = rounded(stored, high) if pair.holds_update else nearest
     if delta is not None and bool(delta.any()):
+        base = high if stored is None else on_own_grid(stored, high)
         found = share_in(numbers, high, base, delta, row.own_expected)
         if pair.merged:
-            in_format = partial(rounded, stored) if rounds(stored) else _in_bf16
+            in_format = _in_bf16 if stored is None else partial(on_own_grid, stored)
             found = with_merge(found, numbers, high, base, delta, in_format)
         row = replace(
             row, lora_share=found.share, lora_doubt=found.doubt, lora_kept=found.kept, lora_at_share=found.once
         )
         if pair.merged and rounds(stored):
             row = replace(row, lora_dithered=_dithered(stored, base, delta))
-    if stored is not None and rounds(stored):
-        doubt = SURE * row.own_expected / math.sqrt(high.numel())
-        scaled = abs(gain - gain_of(nearest, wanted)) > 0.006 + doubt
-        twice = pair.holds_update
-        if quantized is not None:
-            good = honest(steps_of(quantized, wanted, high if twice else None), twice)
-        else:
-            good = _errs_like(numbers, nearest, wanted, _TWO_ROUNDINGS if twice else _EITHER_NEIGHBOUR)
-        return _Measured(pair, row, good and not scaled, scheme=stored.scheme)
-    if same_in_bf16(numbers, wanted):
-        return _Measured(pair, row, True)
     if stored is not None:
-        return _Measured(pair, row, False, True)
-    on_grid = place.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16())
-    return _Measured(pair, row, False, on_grid)
+        return _judged(pair, row, stored, numbers, wanted, nearest)
+    if place.role != "weight" or same_in_bf16(numbers, wanted):
+        return _Measured(pair, row, same_in_bf16(numbers, wanted))
+    return _on_unknown_grid(pair, row, numbers, high, wanted)
+
+
+def _on_unknown_grid(pair: _Pair, row: TensorRow, numbers: Tensor, high: Tensor, wanted: Tensor) -> _Measured:
+    """Judge a weight in high precision by the numbers that are in it, if it was dequantised."""
+    grid = seen_grid(numbers)
+    nearest, doubt = grid.on_grid(wanted), SURE * row.error / math.sqrt(row.size)
+    on_grid = distinct(numbers, 32) < _GRID * distinct(high.bfloat16(), 32)
+    if on_grid:
+        row = _with_factor(replace(row, own_expected=relative(nearest, wanted)), grid, numbers, wanted, nearest)
+    lawful = abs(row.gain - 1) < _GAIN + row.error**2 + doubt and not row.fault
+    lawful = lawful and rounded_on(grid, numbers, wanted, nearest)
+    if lawful and grid.too_fine and row.error > _CANNOT_TELL:
+        row = replace(row, diagnosis=f"on a fine grid that is not known: {row.error:.1%} cannot be told from rounding")
+    return _Measured(pair, row, False, on_grid, lawful)
+
+
+def _with_factor(row: TensorRow, grid: Grid, numbers: Tensor, wanted: Tensor, nearest: Tensor) -> TensorRow:
+    """Name the factor of a weight that was multiplied before it was rounded on the ``grid``."""
+    gains = gain_of(nearest, wanted), 1 - row.own_expected**2
+    if max(abs(row.gain - gain) for gain in gains) < _GAIN / 3:
+        return row
+    factor = factor_on(grid, numbers, wanted, row.gain)
+    by_gain = row.gain / (gains[0] or 1.0)  # what rounding at random leaves as it is
+    if factor == 1 and abs(by_gain - 1) > _GAIN + SURE * row.own_expected / math.sqrt(row.size):
+        factor = by_gain if rounded_on(grid, numbers, by_gain * wanted) else 1.0
+    return row if factor == 1 else replace(row, fault="wrong_scale", diagnosis=f"times {factor:.3g}")
+
+
+def _judged(
+    pair: _Pair, row: TensorRow, stored: QuantizedWeight, numbers: Tensor, wanted: Tensor, fresh: Tensor
+) -> _Measured:
+    """Judge a weight of a known format by what rounding costs with its own steps, and with ``fresh`` ones."""
+    twice, nearest = pair.holds_update, fresh
+    scheme = stored.scheme if rounds(stored) else None
+    if isinstance(stored, Fp8Weight):
+        good = honest(steps_of(stored, wanted, pair.reference.matrix() if twice else None), twice)
+    elif twice:
+        good = errs_like(numbers, nearest, wanted, _TWO_ROUNDINGS)
+    else:
+        most, nearest = EITHER_NEIGHBOUR if scheme else _SEARCHED, stored.on_grid(wanted)
+        good = rounded_on(stored, numbers, wanted, nearest)
+        if good and not errs_like(numbers, fresh, wanted, most):
+            times = row.error / row.own_expected if row.own_expected else math.inf
+            text = f"rounded {times:.1f} times as coarsely as {row.kind} has to"
+            row = replace(row, fault="mixed_formats", diagnosis=text)
+        row = _with_factor(row, stored, numbers, wanted, nearest)
+    off = abs(row.gain - gain_of(nearest, wanted)) - SURE * row.own_expected / math.sqrt(row.size)
+    return _Measured(pair, row, good and not row.fault and off <= _GAIN, scheme=scheme)
 
 
 def _dithered(stored: QuantizedWeight | None, base: Tensor, delta: Tensor) -> float:
@@ -375,22 +426,14 @@ def _dithered(stored: QuantizedWeight | None, base: Tensor, delta: Tensor) -> fl
     return update_retention(made.dequantize(torch.float32), base, delta).gain
 
 
-def _errs_like(numbers: Tensor, nearest: Tensor, wanted: Tensor, most: float) -> bool:
-    """Return whether ``numbers`` err at most so many times what ``nearest`` does, in all, and thrice in any row."""
-    error, honest_error = ((each - wanted).square().sum(1, dtype=torch.float64) for each in (numbers, nearest))
-    tiny = 1e-12 * wanted.square().sum(1, dtype=torch.float64)
-    rows = bool((error <= _ONE_ROW**2 * honest_error + tiny).all())
-    return rows and float(error.sum()) <= most**2 * float(honest_error.sum()) + float(tiny.sum())
-
-
 def _in_bf16(numbers: Tensor) -> Tensor:
     return numbers.bfloat16().float()
 
 
 def _as_if_on_grid(measured: _Measured, usual: Mapping[str, float]) -> bool:
     """Return whether a weight that errs as those on a grid do is one of them: a small one shows its grid badly."""
-    high = measured.row.role == "weight" and not measured.settled and not measured.row.own_expected
-    return high and measured.row.error <= _COARSER * usual.get(measured.row.kind, 0.0)
+    high = measured.row.role == "weight" and not measured.settled and measured.pair.deployed.stored is None
+    return high and not measured.row.own_expected and measured.row.error <= _COARSER * usual.get(measured.row.kind, 0.0)
 
 
 def _on_a_casts_grid(numbers: Tensor) -> Fp8Weight | None:
@@ -400,16 +443,6 @@ def _on_a_casts_grid(numbers: Tensor) -> Fp8Weight | None:
         if float(numbers.abs().amax()) <= fp8.max and torch.equal(values.float(), numbers):
             return Fp8Weight(values, None)
     return None
-
-
-def _distinct(numbers: Tensor) -> float:
-    """Return the mean number of different numbers among 32 neighbours of a row; a sample of 2,048 runs."""
-    columns = numbers.shape[1] // 32 * 32
-    if not columns:
-        return math.inf
-    runs = numbers[:, :columns].reshape(-1, 32)
-    runs = runs[:: max(1, len(runs) // 2048)].float().sort(dim=1).values
-    return float((runs[:, 1:] != runs[:, :-1]).float().sum(1).mean()) + 1
 
 
 def _shares(quantized: Fp8Weight, wanted: Tensor) -> tuple[float, float, float]:
@@ -449,19 +482,24 @@ def _explained(
     """Add to a row what is expected of it, and what was done to it if it is not that."""
     pair, row, main, typical = measured.pair, measured.row, usual.main, usual.medians.get(measured.row.kind, 0.0)
     vector = row.role != "weight" or pair.reference.shape[0] == 1
-    in_line = measured.on_grid and row.error <= _OUT_OF_LINE * typical and abs(row.gain - 1) < 0.02 + row.error**2
+    in_line = measured.on_grid and measured.lawful and row.error <= _OUT_OF_LINE * typical
     if measured.on_grid:
-        row = replace(row, expected=typical, own_expected=typical)
+        own = typical if measured.lawful or not row.own_expected else row.own_expected
+        row = replace(row, expected=own, own_expected=own)
     if (measured.settled or in_line) and not row.own_expected:
         return row
     _, numbers, delta, wanted = pair.matrices()
-    if row.own_expected and not measured.on_grid:
-        row = replace(row, expected=row.own_expected if row.kind == main or vector else _expected(usual.scheme, wanted))
     stored = pair.deployed.stored
+    if row.own_expected and not measured.on_grid:
+        plain = row.kind == main or vector or measured.scheme is None
+        row = replace(row, expected=row.own_expected if plain else _expected(usual.scheme, wanted))
     quantized = _as_fp8(stored) if measured.on_grid or stored is not None else _on_a_casts_grid(numbers)
     if measured.settled or in_line:
         return _judged_by_format(row, quantized, main, vector)
-    served = ServedMatrix(numbers, quantized, row.own_expected, pair.holds_update, stored or quantized)
+    if row.fault == "wrong_scale":
+        return row
+    grid = seen_grid(numbers) if measured.on_grid else None if quantized is not None else stored
+    served = ServedMatrix(numbers, quantized, row.own_expected, pair.holds_update, stored or quantized, grid)
     if delta is not None and row.lora_share is not None and abs(row.lora_share - pair.merged) > SURE * row.doubt:
         named, as_found = _by_its_update(row, replace(served, merged=bool(row.own_expected)), pair, updates)
         if named is not None:
@@ -471,7 +509,9 @@ def _explained(
     if vector and quantized is not None and honest(steps_of(quantized, wanted)):
         return _judged_by_format(row, quantized, main, vector)
     fault, text = diagnose(served, wanted, others, row.name)
-    if fault == "ruined_layer" and measured.on_grid and row.gain > 0.9:
+    if fault == "ruined_layer" and row.fault:
+        return row
+    if fault == "ruined_layer" and measured.on_grid and measured.lawful and typical:
         fault, text = "mixed_formats", f"rounded {row.error / typical:.1f} times as coarsely as the median layer"
     return replace(row, fault=fault, diagnosis=text)
 

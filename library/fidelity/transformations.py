@@ -76,7 +76,7 @@ def nearest_candidate(served: ServedMatrix, wanted: Tensor, attempts: Sequence[A
         for each in attempt(served, wanted):
             read = served
             if each.numbers is not None:
-                read = replace(served, numbers=each.numbers, quantized=None, stored=None)
+                read = replace(served, numbers=each.numbers, quantized=None, stored=None, grid=None)
             gains, words = each.gains, each.words
             gain = 1.0 if gains is not None or read.fits(each.wanted) else gain_of(read.numbers, each.wanted)
             if abs(gain - 1) > 0.006 and abs(gain) > 0.01:

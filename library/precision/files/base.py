@@ -103,6 +103,21 @@ class QuantizedWeight(ABC):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] that it stands for: fp32 arithmetic, rounded once to ``dtype``."""
 
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Return ``weight`` [out, in] rounded to nearest in this format, with steps of its own, fp32."""
+        return self.scheme.quantize(weight).dequantize(torch.float32)
+
+    def on_grid(self, weight: Tensor, random: torch.Generator | None = None) -> Tensor:
+        """Return ``weight`` [out, in] rounded to numbers that this weight could hold with the steps it has, fp32.
+
+        To nearest; with ``random`` to either neighbour, the expected value unchanged.
+        """
+        scheme, steps = self.scheme, self.steps()
+        units = scheme.round(in_units(scheme.rotate(weight.float()), steps), random is not None, random).float()
+        if steps is not None:
+            units = (units.view(len(units), steps.shape[1], -1) * steps.unsqueeze(-1)).view(units.shape)
+        return scheme.rotate(units)  # its own inverse
+
     def operand(self, dtype: torch.dtype) -> Tensor:
         """Return what :meth:`rotate`'s result is multiplied with, [out, in]; the weight itself where nothing rotates.
 
@@ -159,6 +174,48 @@ class QuantizedWeight(ABC):
         Raises:
             ValueError: no weight of this format holds them all (another number format, other blocks).
         """
+
+
+class LevelledWeight(QuantizedWeight):
+    """A weight of a format that nothing here writes: a run's numbers lie at the same places between its two ends."""
+
+    @property
+    @abstractmethod
+    def levels(self) -> Tensor:
+        """Return these places, ascending from 0 to 1, fp32 [n]."""
+
+    @abstractmethod
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Return the numbers at 0 and at 1 of each run as its scales have them, [out, runs] fp32; either may be less.
+
+        Half the distance of two levels between them is the largest error of rounding to nearest.
+        """
+
+    @abstractmethod
+    def ends_for(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ends that the format's plain rule gives the runs of ``weight`` [out, in]: nothing is clipped."""
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Return ``weight`` rounded to nearest by the format's plain rule; scales that are stored are not rounded."""
+        return self._between(weight, self.ends_for(weight))
+
+    def on_grid(self, weight: Tensor, random: torch.Generator | None = None) -> Tensor:
+        """See :meth:`QuantizedWeight.on_grid`."""
+        return self._between(weight, self.ends(), random)
+
+    def _between(self, weight: Tensor, ends: tuple[Tensor, Tensor], random: torch.Generator | None = None) -> Tensor:
+        first, last = (end.unsqueeze(-1) for end in ends)
+        runs, span, levels = weight.float().view(*ends[0].shape, -1), last - first, self.levels
+        places = ((runs - first) / torch.where(span == 0, 1.0, span)).clamp_(0, 1)
+        above = torch.bucketize(places.contiguous(), levels).clamp_(1, len(levels) - 1)
+        return either(places, levels[above - 1], levels[above], random).mul_(span).add_(first).view(weight.shape)
+
+
+def either(numbers: Tensor, below: Tensor, above: Tensor, random: torch.Generator | None = None) -> Tensor:
+    """Return the nearer of two neighbours of each number; with ``random`` one of them, the expected value unchanged."""
+    share = (numbers - below) / torch.where(above > below, above - below, 1.0)
+    limit = 0.5 if random is None else torch.rand(numbers.shape, generator=random, device=numbers.device)
+    return torch.where(share > limit, above, below)
 
 
 Weight = TypeVar("Weight", bound=QuantizedWeight)

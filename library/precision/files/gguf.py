@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from library.precision.files.base import ReadOnlyScheme, StoredReadOnly, StoredWeight, cached_tensor
+from library.precision.files.base import LevelledWeight, ReadOnlyScheme, StoredReadOnly, StoredWeight, cached_tensor
 from library.precision.files.cut_weight import CutWeight, in_chunks
 from library.precision.files.file_tensors import FileTensors
 from library.safetensors_io import DTYPES
@@ -44,12 +44,28 @@ TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "Q6_K": (256, 210, (208,)),
     "IQ4_XS": (256, 136, (0,)),
 }
+# type -> the bytes of a block that hold quantised values; their levels; inputs of a run with one scale; the last level
+# over the first, which is the run's largest number with its sign: None with an offset (``ggml/src/ggml-quants.c``)
+_GRIDS: dict[str, tuple[slice, int, int, float | None]] = {
+    "Q8_0": (slice(2, 34), 255, 32, -1.0),
+    "Q4_0": (slice(2, 18), 16, 32, -7 / 8),
+    "Q4_1": (slice(4, 20), 16, 32, None),
+    "Q5_0": (slice(2, 22), 32, 32, -15 / 16),
+    "Q5_1": (slice(4, 24), 32, 32, None),
+    "IQ4_NL": (slice(2, 18), 16, 32, -113 / 127),
+    "Q2_K": (slice(16, 80), 4, 16, None),
+    "Q3_K": (slice(0, 96), 8, 16, -3 / 4),
+    "Q4_K": (slice(16, 144), 16, 32, None),
+    "Q5_K": (slice(16, 176), 32, 32, None),
+    "Q6_K": (slice(0, 192), 64, 16, -31 / 32),
+    "IQ4_XS": (slice(8, 136), 16, 32, -113 / 127),
+}
 INT4 = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16}  # types of 4 even bits, and where the quantised values of a block begin
 _READ_ONLY = "of GGUF is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
 
 
 @dataclass(frozen=True)
-class GgufWeight(CutWeight):
+class GgufWeight(CutWeight, LevelledWeight):
     """Blocks ``values`` [out, blocks, bytes] (uint8) of a ``type`` of :data:`TYPES`."""
 
     type: str
@@ -79,6 +95,36 @@ class GgufWeight(CutWeight):
             return blocks.reshape(weight.shape)
 
         return in_chunks(self, numbers, dtype)
+
+    @property
+    def levels(self) -> Tensor:
+        """Even ones; those of IQ4 are sixteen other numbers."""
+        from gguf.quants import IQ4_NL
+
+        if not self.type.startswith("IQ4"):
+            return torch.linspace(0, 1, _GRIDS[self.type][1], device=self.values.device)
+        numbers = torch.tensor(IQ4_NL.kvalues, dtype=torch.float32, device=self.values.device)
+        return (numbers - numbers[0]) / (numbers[-1] - numbers[0])
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """See :class:`LevelledWeight`; what these blocks hold if all quantised values are the least, or the largest."""
+        codes, _, run, _ = _GRIDS[self.type]
+        found = []
+        for byte in (0x81, 0x7F) if self.type == "Q8_0" else (0x00, 0xFF):
+            blocks = self.values.clone()
+            blocks[..., codes] = byte
+            found.append(GgufWeight(blocks, self.type).dequantize(torch.float32)[:, ::run])
+        return found[0], found[1]
+
+    def ends_for(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`LevelledWeight`; the largest number of a run, or its range with zero."""
+        _, _, run, ratio = _GRIDS[self.type]
+        runs = weight.float().view(len(weight), -1, run)
+        low, high = runs.amin(-1).clamp_max(0), runs.amax(-1).clamp_min(0)
+        if ratio is None:
+            return low, high
+        largest = torch.where(-low > high, low, high)
+        return largest, ratio * largest
 
     @property
     def is_int4(self) -> bool:

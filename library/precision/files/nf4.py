@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, StoredReadOnly, StoredWeight
+from library.precision.files.base import LevelledWeight, ReadOnlyScheme, StoredReadOnly, StoredWeight
 from library.precision.files.cut_weight import block_slice, in_chunks
 from library.precision.files.file_tensors import FileTensors
 
@@ -44,7 +44,7 @@ _READ_ONLY = "of bitsandbytes is read only here; diffusers puts a LoRA beside it
 
 
 @dataclass(frozen=True)
-class Nf4Weight(QuantizedWeight):
+class Nf4Weight(LevelledWeight):
     """Nibbles ``values`` [out, in / 2] (uint8) and the largest magnitude of each run of inputs.
 
     Attributes:
@@ -96,6 +96,23 @@ class Nf4Weight(QuantizedWeight):
         down = torch.arange(rows, device=self.absmax.device) * self.stride
         blocks = (self.first + down[:, None] + torch.arange(runs, device=down.device)) // self.nested_block
         return self.nested_quant_map[self.absmax.int()] * self.nested_absmax[blocks] + self.nested_offset
+
+    @property
+    def levels(self) -> Tensor:
+        """The sixteen numbers, ascending."""
+        numbers = self.quant_map.sort().values
+        return (numbers - numbers[0]) / (numbers[-1] - numbers[0])
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """See :class:`LevelledWeight`; the smallest and the largest of the sixteen times the run's magnitude."""
+        return self._times(self.magnitudes())
+
+    def ends_for(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`LevelledWeight`; the block's largest magnitude, which is not rounded here."""
+        return self._times(weight.float().view(*self.absmax.shape, -1).abs().amax(-1))
+
+    def _times(self, magnitudes: Tensor) -> tuple[Tensor, Tensor]:
+        return magnitudes * self.quant_map.amin(), magnitudes * self.quant_map.amax()
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] that it stands for: fp32 arithmetic, rounded once to ``dtype``."""

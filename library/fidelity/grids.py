@@ -1,0 +1,156 @@
+"""Is a matrix an honest rounding of what it should be? Told by the grid it lies on, with no other layer as reference.
+
+What is rounded to a grid errs by that grid alone, whichever scales it was given (the largest number's, or searched with
+an importance matrix): the reference's numbers are rounded to the very same grid, and the served ones may err as these
+do. A second way of rounding is honest too, to either neighbour at random, and has laws as exact: none goes beyond them,
+and known are how many go to the farther one, and the errors' first, second and fourth powers. Another LoRA, a fine-tune
+or a factor move numbers by what no grid bounds: one of these may then be like either's, but not all.
+
+A dequantised copy does not say what its grid is. The numbers that are seen in a run of a row are levels of it, and an
+honest number is the nearest of these to the reference's, as it is of all. A grid as fine as that of 8 bits shows but a
+few of its levels in a run, which is said of such layers (``too_fine``): changes as small as their error are not seen.
+
+Rounding that makes up for its errors by activations (GPTQ) keeps no law of these; the outputs show it (``layers``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from library.precision.files.base import LevelledWeight, QuantizedWeight, either
+from library.randomness import generator
+
+_NEAREST = (
+    1.03  # times the error of rounding to nearest on the same grid; ggml's codes by an importance matrix have 1.02
+)
+_SMALL = 0.02  # relative error under which rounding at random is not told from other changes
+_DRAWS, _RARE = 8, 0.002  # rounding at random has none beyond; a change by a quarter of a step has 0.004
+_ALIKE = 0.05  # relative difference of two roundings at random, beside what chance makes
+_OF_REFERENCE = 2.0**-9  # rms error of a reference in bf16, relative
+_FEWER = 1.4  # times the different numbers of a run half as long: on one grid. Two of 16 levels have 1.9 times one's
+_FEW = 0.9  # different numbers over all in runs of the shortest; of 4 bits 0.6, of 8 bits 0.97
+_SHORTEST, _LONGEST = 16, 256
+_FACTOR = 0.005  # that a factor differs from 1
+EITHER_NEIGHBOUR, ONE_ROW = 1.55, 3.0  # times rounding to nearest: rounding at random has 1.41; of a single row
+
+
+class Grid(Protocol):
+    """Something that rounds to a grid."""
+
+    def on_grid(self, weight: Tensor, random: torch.Generator | None = None) -> Tensor:
+        """Return ``weight`` [out, in] as the nearest numbers of the grid, or as either neighbour at random."""
+        ...
+
+
+@dataclass(frozen=True)
+class SeenGrid:
+    """The numbers that are in each run of a matrix, ascending: ``levels`` [runs, run]; of a finer grid ``too_fine``."""
+
+    levels: Tensor
+    too_fine: bool
+
+    def on_grid(self, weight: Tensor, random: torch.Generator | None = None) -> Tensor:
+        """See :class:`Grid`; within each run."""
+        runs = weight.float().reshape(len(self.levels), -1)
+        above = torch.searchsorted(self.levels, runs).clamp_(1, self.levels.shape[1] - 1)
+        lower, upper = self.levels.gather(1, above - 1), self.levels.gather(1, above)
+        return either(runs, lower, upper, random).view(weight.shape)
+
+
+def seen_grid(numbers: Tensor) -> SeenGrid:
+    """Return the grid of ``numbers`` [out, in]: of the longest runs that are on one, as far as runs show it."""
+    run = math.gcd(numbers.shape[1], _SHORTEST)
+    seen = distinct(numbers, run)
+    too_fine = seen > _FEW * run
+    while not too_fine and run < _LONGEST and numbers.shape[1] % (2 * run) == 0:
+        more = distinct(numbers, 2 * run)
+        if more > _FEWER * seen:
+            break
+        run, seen = 2 * run, more
+    return SeenGrid(numbers.float().reshape(-1, run).sort(dim=1).values, too_fine)
+
+
+def distinct(numbers: Tensor, run: int) -> float:
+    """Return the mean number of different numbers in ``run`` neighbours of a row; a sample of 2,048 runs."""
+    columns = numbers.shape[1] // run * run
+    if not columns:
+        return math.inf
+    runs = numbers[:, :columns].reshape(-1, run)
+    runs = runs[:: max(1, len(runs) // 2048)].float().sort(dim=1).values
+    return float((runs[:, 1:] != runs[:, :-1]).float().sum(1).mean()) + 1
+
+
+def on_own_grid(stored: QuantizedWeight, weight: Tensor) -> Tensor:
+    """Return ``weight`` rounded to nearest in the format, with the steps of ``stored`` where nothing here writes it."""
+    return stored.on_grid(weight) if isinstance(stored, LevelledWeight) else stored.rounded(weight)
+
+
+def errs_like(numbers: Tensor, nearest: Tensor, wanted: Tensor, most: float) -> bool:
+    """Return whether ``numbers`` err at most so many times what ``nearest`` does, in all, and thrice in any row."""
+    error, honest_error = ((each - wanted).square().sum(1, dtype=torch.float64) for each in (numbers, nearest))
+    tiny = _OF_REFERENCE**2 * wanted.square().sum(1, dtype=torch.float64)
+    rows = bool((error <= ONE_ROW**2 * (honest_error + 0.1 * honest_error.mean()) + tiny).all())
+    return rows and float(error.sum()) <= most**2 * float(honest_error.sum()) + float(tiny.sum())
+
+
+def rounded_on(grid: Grid, numbers: Tensor, wanted: Tensor, nearest: Tensor | None = None) -> bool:
+    """Return whether ``numbers`` are ``wanted`` [out, in] rounded on their ``grid``, to nearest or at random.
+
+    ``nearest``: the former, where it is known.
+    """
+    nearest = grid.on_grid(wanted) if nearest is None else nearest
+    if errs_like(numbers, nearest, wanted, _NEAREST):
+        return True
+    if not errs_like(numbers, nearest, wanted, EITHER_NEIGHBOUR):
+        return False
+    size = float(wanted.square().mean(dtype=torch.float64).sqrt())
+    if float((numbers - wanted).square().mean(dtype=torch.float64).sqrt()) < _SMALL * size:
+        return True
+    random = generator("either neighbour", *wanted.shape)
+    draws = [grid.on_grid(wanted, random) for _ in range(_DRAWS)]
+    laws = zip(_laws(numbers, nearest, wanted), _laws(draws[0], nearest, wanted), strict=True)
+    return _beyond(numbers, nearest, draws, wanted) < _RARE and all(
+        abs(float(one.mean() - other.mean())) < _ALIKE * float(other.mean()) + 4 * _doubt(one, other)
+        for one, other in laws
+    )
+
+
+def _beyond(numbers: Tensor, nearest: Tensor, draws: Sequence[Tensor], wanted: Tensor) -> float:
+    """Return the share of numbers that lie outside both their neighbours, which several ``draws`` show nearly all."""
+    near, far = (nearest - wanted).abs(), torch.zeros_like(wanted)
+    for draw in draws:
+        far = torch.maximum(far, (draw - wanted).abs())
+    outside = (numbers - wanted).abs() > far + 0.05 * (near + far)
+    return float((outside & (far > near)).float().mean())
+
+
+def factor_on(grid: Grid, numbers: Tensor, wanted: Tensor, gain: float) -> float:
+    """Return what ``wanted`` was multiplied with before it was rounded to nearest on the ``grid``; 1 if by nothing.
+
+    A factor is one if it explains most of the numbers that are not the nearest. It is looked for near ``gain``, which
+    rounding on a coarse grid makes smaller.
+    """
+
+    def far(factor: float) -> float:
+        return float((grid.on_grid(factor * wanted) - numbers).square().sum(dtype=torch.float64))
+
+    best = min((round(gain, 2) + step / 100 for step in range(-2, 11)), key=far)
+    best = min((best + step / 500 for step in range(-4, 5)), key=far)
+    return best if abs(best - 1) > _FACTOR and far(best) < 0.5 * far(1.0) else 1.0
+
+
+def _laws(numbers: Tensor, nearest: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
+    """Return for each number whether it is another than the nearest, and its error, also squared and to the fourth."""
+    error, others = (numbers - wanted).abs().double(), (numbers - nearest).abs() > 1e-4 * wanted.abs().mean()
+    return others.double(), error, error.square(), error**4
+
+
+def _doubt(one: Tensor, other: Tensor) -> float:
+    """Return the standard error of the difference of two means."""
+    return math.sqrt(float(one.var() + other.var()) / one.numel())
