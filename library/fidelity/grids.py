@@ -92,7 +92,7 @@ def on_own_grid(stored: QuantizedWeight, weight: Tensor) -> Tensor:
 
 
 def errs_like(numbers: Tensor, nearest: Tensor, wanted: Tensor, most: float) -> bool:
-    """Return whether ``numbers`` err at most so many times what ``nearest`` does, in all, and thrice in any row (which outliers make up)."""
+    """Return whether ``numbers`` err at most so many times what ``nearest`` does, in all, and thrice in any row."""
     error, honest_error = ((each - wanted).square().sum(1, dtype=torch.float64) for each in (numbers, nearest))
     tiny = _OF_REFERENCE**2 * wanted.square().sum(1, dtype=torch.float64)
     rows = bool((error <= ONE_ROW**2 * (honest_error + honest_error.mean()) + tiny).all())

@@ -392,9 +392,14 @@ def _with_factor(row: TensorRow, grid: Grid, numbers: Tensor, wanted: Tensor, ne
         return row
     factor = factor_on(grid, numbers, wanted, row.gain)
     by_gain = row.gain / (gains[0] or 1.0)  # what rounding at random leaves as it is
-    if factor == 1 and abs(by_gain - 1) > _GAIN + SURE * row.own_expected / math.sqrt(row.size):
+    if factor == 1 and abs(by_gain - 1) > _GAIN + _doubt_of_gain(numbers, nearest, wanted):
         factor = by_gain if rounded_on(grid, numbers, by_gain * wanted) else 1.0
     return row if factor == 1 else replace(row, fault="wrong_scale", diagnosis=f"times {factor:.3g}")
+
+
+def _doubt_of_gain(numbers: Tensor, nearest: Tensor, wanted: Tensor) -> float:
+    """Return how far chance may move the gain of ``numbers`` from that of ``nearest``; few large numbers, far."""
+    return SURE * float(((numbers - nearest) * wanted).norm()) / float(wanted.square().sum() or 1.0)
 
 
 def _judged(
@@ -415,7 +420,7 @@ def _judged(
             text = f"rounded {times:.1f} times as coarsely as {row.kind} has to"
             row = replace(row, fault="mixed_formats", diagnosis=text)
         row = _with_factor(row, stored, numbers, wanted, nearest)
-    off = abs(row.gain - gain_of(nearest, wanted)) - SURE * row.own_expected / math.sqrt(row.size)
+    off = abs(row.gain - gain_of(nearest, wanted)) - _doubt_of_gain(numbers, nearest, wanted)
     return _Measured(pair, row, good and not row.fault and off <= _GAIN, scheme=scheme)
 
 
