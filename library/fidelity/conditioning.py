@@ -184,6 +184,8 @@ def _moves(variant: Variant) -> bool:
 def _colour(picture: Tensor, variant: Variant, unchanged: Tensor) -> Tensor:
     if variant.blank is None:
         return unchanged
+    if isinstance(variant.blank, float):
+        return torch.full_like(picture, variant.blank)
     return blanked(picture, torch.ones(()), variant.blank, generator("served blank", *picture.shape))
 
 

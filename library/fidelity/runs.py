@@ -225,6 +225,10 @@ def conditions_of(
 ) -> Conditions:
     """Return the conditions of one sample that is given as ``given``, encoded by ``encoder``."""
     latents = [encoder.encode(shown[None]) for shown in given.shown]
+    for _ in range(variant.normalised, 1):
+        latents = [encoder.denormalise(each) for each in latents]
+    for _ in range(1, variant.normalised):
+        latents = [encoder.normalise(each) for each in latents]
     latents = [round_latents(each, variant.latents_dtype).to(models.device) for each in latents]
     if kind == "references":
         return Conditions(references=tuple(latents))

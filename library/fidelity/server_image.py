@@ -1,13 +1,18 @@
-"""What a server really painted, beside the reference, and which description of a server comes nearest to it.
+"""What a server really painted, beside the reference, and which habits of servers explain the difference.
 
-A picture that a server painted is all that is needed: the reference is run with its seed, number of steps, size and
-mask, then with one description at a time of what a server may do otherwise, and the one whose picture is nearest is
-combined once with each of the others. Distances are rms over all pixels, in 8-bit steps.
+The reference is run with the server's seed, number of steps, size and mask, then with one habit at a time of what a
+server may do otherwise (``server_habits``), the common ones first. The number of the nearest is found, then what comes
+nearest together with it, up to three at once. The search ends when one explains all.
+
+What counts is decided in blocks of ``_BLOCK`` pixels, a token's, of all pictures, as one picture has many of them: a
+description is nearer than another one if the difference of their squared distances is above its noise over the blocks
+(a z test, at 5 % over all that was tried), and if it is a real part of the whole. The best of many wrong guesses is
+nearer, too: one that blurs, or paints less, comes nearer to anything. What those reach is measured
+(``docs/precision.md``): a description that explains less than ``_MOST`` explains nothing.
 
 The noise is what ComfyUI (``comfy/sample.py``, ``prepare_noise``) and diffusers (``randn_tensor``) draw for a seed: on
 the CPU, fp32, [1, C, h, w] before it is packed; a pipeline in bf16 draws it in bf16, which is another noise, and one of
-the descriptions. What no description explains is *unexplained*: another sampler, prompt, picture or seed are among what
-is not looked for.
+the habits. Another sampler, prompt or picture are among what is not looked for.
 
 A picture saved in 8 bits differs by 1/sqrt(12) of a step from the one that was painted, a JPEG by more: by what the
 reference's own picture loses with the same quantisation tables. Nothing below that *floor* can be told apart.
@@ -17,34 +22,55 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from statistics import NormalDist
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from library.config.model_types import BLANKS
 from library.console import Console
 from library.data.batches import Batch, ItemSource
 from library.data.buckets import cover
 from library.data.cache import load_pixels
 from library.data.images import decode, to_image, to_pixels
 from library.errors import UserError, counted, did_you_mean
+from library.fidelity.border import RING, Border
 from library.fidelity.calibration import Calibration
 from library.fidelity.conditioning import give
-from library.fidelity.intervals import interval
+from library.fidelity.differences import compare
+from library.fidelity.intervals import ratio_interval
 from library.fidelity.runs import EvalSet, Outcome, batched, conditions_of, run_variant
-from library.fidelity.serving import REFERENCE, Models, Served, Variant
+from library.fidelity.server_habits import (
+    Habit,
+    can_be_refined,
+    habits_of,
+    next_value,
+    run_of,
+    trained_level,
+    words_of,
+)
+from library.fidelity.serving import REFERENCE, Models, Variant
 from library.files import read_bytes
+from library.precision.parity.seam import border_distance
+from library.training.report.progress import counting
 
 _STEPS = 127.5  # 8-bit steps in 1 of [-1, 1]
 _ROUNDING = 1 / math.sqrt(12)
 _NEAR = 1.5  # times the floor: as near as can be told
-_MOST = 0.5  # of the difference: a description that explains less explains nothing
-_GUIDANCES, _SHIFTS = (1.0, 2.5, 3.5, 30.0), (1.0, 1.15, 3.0)
+_UNSEEN = 1.0  # 8-bit steps that nobody sees
+_MOST = 0.9  # of the difference: a description that explains less explains nothing
+_ALL = 0.99  # that ends the search
+_REAL = 0.01  # of the difference: less is not worth a name
+_BLOCK = 16
+_HABITS, _KINDS, _NUMBERS, _MOST_RUNS = 3, 3, 6, 100
+State = Literal["same", "declared", "explained", "tie", "unexplained"]
 
 
 @dataclass(frozen=True)
@@ -65,16 +91,18 @@ class Description:
     """What a server may do, and how near its picture comes.
 
     Attributes:
-        words: for people. variant: what is run. noise: dtype that it is drawn in.
-        distances: of each picture, rms in 8-bit steps. explained: share of the squared difference between server and
-            reference that is gone with it, beyond the floor; low, high: its 95 % interval over pictures, NaN of one.
+        words: for people. habits: all at once; none is the reference.
+        distances: of each picture, rms in 8-bit steps.
+        left: squared distance in each block of all pictures beyond the floor's, [blocks].
+        explained: share of the squared difference between server and reference that is gone with it; low, high: its
+            95 % interval over blocks.
         images: that were painted, [3, H, W] each.
     """
 
     words: str
-    variant: Variant
-    noise: torch.dtype = torch.float32
+    habits: tuple[Habit, ...] = ()
     distances: tuple[float, ...] = ()
+    left: Tensor = field(default_factory=lambda: torch.zeros(0))
     explained: float = 0.0
     low: float = math.nan
     high: float = math.nan
@@ -85,6 +113,11 @@ class Description:
         """Rms over all pictures, in 8-bit steps."""
         return _rms(self.distances)
 
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What all habits change."""
+        return {name: value for habit in self.habits for name, value in habit.items()}
+
 
 @dataclass(frozen=True)
 class ServerResult:
@@ -93,7 +126,13 @@ class ServerResult:
     Attributes:
         names: of the files. steps: of the sampling runs.
         painted: the server's pictures, [3, H, W] each in [-1, 1]. reference: the description that changes nothing.
-        descriptions: the others, the nearest first. floor: what saving the picture makes, rms in 8-bit steps.
+        descriptions: the others, the nearest first; one that adds nothing to another comes after it.
+        floor: what saving the picture makes, rms in 8-bit steps.
+        rivals: that cannot be told from the nearest.
+        parts: of each habit of the nearest, the share of the squared difference that it takes off.
+        declared: what the deployment was said to do. trained: what the region is blanked with in training, in [-1, 1].
+        border: of the server's pictures. along, elsewhere: their rms distance from the reference within 8 pixels of
+            the mask's border, and beyond, in 8-bit steps; NaN without one.
     """
 
     names: tuple[str, ...]
@@ -102,35 +141,42 @@ class ServerResult:
     reference: Description
     descriptions: tuple[Description, ...]
     floor: float
+    rivals: tuple[Description, ...] = ()
+    parts: tuple[float, ...] = ()
+    declared: Variant = REFERENCE
+    trained: float | None = None
+    border: Border | None = None
+    along: float = math.nan
+    elsewhere: float = math.nan
 
     @property
     def nearest(self) -> Description:
         """The description that comes nearest."""
-        return self.descriptions[0]
+        return self.descriptions[0] if self.descriptions else self.reference
+
+    @property
+    def state(self) -> State:
+        """What can be said."""
+        if self.reference.distance <= max(_UNSEEN, _NEAR * self.floor):
+            return "same"
+        if self.nearest.explained < _MOST:
+            return "unexplained"
+        declared = self.declared.changes()
+        if all(name in declared and declared[name] == value for name, value in self.nearest.changes.items()):
+            return "declared"
+        return "tie" if self.rivals else "explained"
 
     @property
     def unexplained(self) -> float:
         """Share of the squared difference that the nearest leaves."""
         return max(0.0, 1 - self.nearest.explained)
 
-    def sentence(self) -> str:
-        """Return what was found, in words."""
-        shown = counted(len(self.names), "server picture")
-        what = f"{shown}: {self.reference.distance:.1f} of 255 steps from the reference"
-        if self.reference.distance <= _NEAR * self.floor:
-            return (
-                f"{what}, no more than saving it makes ({self.floor:.1f}): the server paints what the reference paints."
-            )
-        best, tried = self.nearest, counted(len(self.descriptions), "description")
-        if best.explained < _MOST:
-            return (
-                f"{what}, unexplained: of {tried} the nearest ({best.words}) explains {max(0.0, best.explained):.0%}. "
-                "Check seed, steps, sampler, prompt and mask first: with another one of them nothing comes near."
-            )
-        doubt = "" if math.isnan(best.low) else f" [{best.low:.0%} to {best.high:.0%}]"
-        rest = "nothing that could be told apart" if best.distance <= _NEAR * self.floor else f"{self.unexplained:.0%}"
-        found = f"Of {tried} the nearest is: {best.words}. It explains {best.explained:.0%}{doubt}"
-        return f"{what}. {found}; unexplained: {rest}."
+    @property
+    def looked_at(self) -> set[str]:
+        """Names of what was tried; of all where one explains everything."""
+        everything = self.state == "same" or (self.state != "unexplained" and self.nearest.explained >= _ALL)
+        tried = {name for each in self.descriptions for name in each.changes}
+        return tried | ({*vars(REFERENCE)} if everything else set())
 
     def lines(self, most: int = 10) -> list[str]:
         """Return the nearest descriptions, one a line."""
@@ -143,7 +189,9 @@ class ServerResult:
             {"words": each.words, "distance": each.distance, "explained": each.explained, "by_picture": each.distances}
             for each in (self.reference, *self.descriptions)
         ]
-        found = {"sentence": self.sentence(), "pictures": self.names, "steps": self.steps, "floor": self.floor}
+        found: dict[str, Any] = {"state": self.state, "pictures": self.names, "steps": self.steps, "floor": self.floor}
+        found |= {"rivals": [each.words for each in self.rivals], "border": self.border}
+        found |= {"along": self.along, "elsewhere": self.elsewhere}
         return found | {"unexplained": self.unexplained, "descriptions": rows}
 
 
@@ -155,110 +203,269 @@ def explain_server(
     steps: int,
     console: Console,
 ) -> ServerResult:
-    """Return which description of a server comes nearest to what it painted.
+    """Return which habits of servers explain what one painted.
 
     Args:
         models, declared: the deployment as it was declared, one of the descriptions.
         calibration: has the dataset.
         pictures: that the server painted.
         steps: of its sampler.
-        console: for progress.
+        console: for the number of runs, the time they take, and progress.
 
     Raises:
         UserError: a picture cannot be read, belongs to no image, or has a size that the model cannot paint.
     """
     painted = [to_pixels(decode(read_bytes(str(each.path)), str(each.path))[0]) for each in pictures]
     eval_set = _eval_set(models, calibration, pictures, painted, steps)
-    seeds = [each.seed for each in pictures]
-
-    def paint(descriptions: Sequence[Description]) -> Iterator[Description]:
-        by_network: dict[Any, list[Description]] = {}
-        for each in descriptions:
-            by_network.setdefault(models.runs_as(each.variant), []).append(each)
-        for group in by_network.values():
-            with models.transformer(group[0].variant) as network:
-                for each in group:
-                    noise = [
-                        _noise(batch.latents, seed, each.noise)
-                        for batch, seed in zip(eval_set.batches, seeds, strict=True)
-                    ]
-                    given = replace(eval_set, noise=noise)
-                    outcome = run_variant(models, each.variant, given, console, each.words, network)
-                    yield replace(each, images=tuple(outcome.images), distances=_distances(outcome, painted))
-
-    (reference,) = paint([Description("the reference", REFERENCE)])
-    floors = [_floor(each.path, image) for each, image in zip(pictures, reference.images, strict=True)]
-    tried = [_judged(each, reference, floors) for each in paint(catalogue(models, declared, eval_set))]
-    best = min(tried, key=lambda each: each.distance)
-    if best.distance > _NEAR * _rms(floors):
-        pairs = (_together(best, each) for each in tried)
-        tried += [_judged(each, reference, floors) for each in paint([pair for pair in pairs if pair is not None])]
-    tried.sort(key=lambda each: each.distance)
-    kept = [each if place == 0 else replace(each, images=()) for place, each in enumerate(tried)]
-    names = tuple(each.path.name for each in pictures)
-    return ServerResult(names, steps, tuple(painted), reference, tuple(kept), _rms(floors))
-
-
-def catalogue(models: Models, declared: Variant, eval_set: EvalSet) -> list[Description]:
-    """Return what servers are known to do, one thing at a time, and the deployment as it was declared."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    if any(eval_set.drawn(number) is not None for number in range(len(eval_set.batches))):
-        found += [(f"mask grown by {pixels} px", {"mask_grow": pixels}) for pixels in (2, 4, 8, 16)]
-        found += [(f"mask blurred by {pixels} px", {"mask_blur": float(pixels)}) for pixels in (2, 4, 8)]
-        found += [("mask snapped to latent cells", {"mask_snap": 8}), ("mask snapped to tokens", {"mask_snap": 16})]
-        found += [("mask inverted", {"mask_invert": True})]
-        found += [(f"region blanked with {colour}", {"blank": colour}) for colour in BLANKS]
-        found += [("pixels pasted into the finished picture", {"paste": "pixels"})]
-        found += [("known latents pasted at every step", {"paste": "latents"})]
-    if models.family.conditioning != "none":
-        found += [(f"given latents in {dtype}", {"latents_dtype": dtype}) for dtype in ("bf16", "fp16", "fp8")]
-    if models.family.guidance_input:
-        found += [("guidance ignored", {"guidance": "ignored"})]
-        found += [(f"guidance {each:g}", {"guidance": each}) for each in _GUIDANCES if each != eval_set.guidance]
-    if models.loras:
-        found += [("no LoRA", {"strength": 0.0}), ("LoRA at half its strength", {"strength": 0.5})]
-        found += [("LoRA twice", {"strength": 2.0})]
-    if len(models.loras) > 1:
-        found += [("LoRA not in the text encoders", {"lora_without": ("^text_encoder",)})]
-    found += [(f"static shift {shift:g}", {"shift": shift}) for shift in _SHIFTS]
-    found += [("timesteps in bf16", {"timestep": torch.bfloat16})]
-    found += [(f"VAE in {dtype}", {"vae": Served(dtype=dtype)}) for dtype in ("fp8", "bf16")]
-    found += [("text encoder in fp8", {"text": Served(dtype="fp8")})]
-    found += [
-        (f"declared: {models.words(name, value)}", {name: value})
-        for name, value in declared.changes().items()
-        if name not in ("merge", "activations")
+    runs = f"{counted(len(pictures), 'server picture')}: at most {_MOST_RUNS} sampling runs each"
+    console.print(f"{runs}, fewer when one explains all; the reference's own run says how long")
+    began = time.perf_counter()
+    with ExitStack() as stack, counting(console) as progress:
+        search = _Search(models, declared, eval_set, pictures, painted, stack, lambda _: None)
+        seconds = time.perf_counter() - began
+        console.print(f"{runs} of {seconds / len(pictures):.1f} s: {seconds * _MOST_RUNS / 60:.1f} minutes at most")
+        search.advance = progress("what the server does", _MOST_RUNS)
+        best = search.nearest(habits_of(models, declared, eval_set))
+    masks = [eval_set.border_mask(number) for number in range(len(pictures))]
+    encoder, reference = models.image_encoder(REFERENCE), search.reference
+    shift = [
+        encoder.encode(one[None])[0] - encoder.encode(other[None])[0]
+        for one, other in zip(painted, reference.images, strict=True)
     ]
-    every = [Description(words, replace(REFERENCE, **change)) for words, change in found]
-    if len(declared.changes()) > 1:
-        every.append(Description("the whole declared deployment", declared))
-    every.append(Description("noise drawn in bf16", REFERENCE, torch.bfloat16))
-    seen: dict[Any, Description] = {}
-    for each in every:
-        seen.setdefault((each.variant, each.noise), each)
-    return list(seen.values())
+    theirs = [latents + each for latents, each in zip(search.latents, shift, strict=True)]
+    served = compare(
+        Outcome(path=[search.latents], images=list(reference.images)),
+        Outcome(path=[theirs], images=painted),
+        replace(eval_set, sigmas=()),
+        encoder.decode,
+    )
+    along, elsewhere = _along(painted, reference.images, masks)
+    return ServerResult(
+        names=tuple(each.path.name for each in pictures),
+        steps=steps,
+        painted=tuple(painted),
+        reference=reference,
+        descriptions=search.ordered(best),
+        floor=_rms(search.floors),
+        rivals=search.rivals(best),
+        parts=search.parts(best),
+        declared=declared,
+        trained=trained_level(eval_set),
+        border=served.border,
+        along=along,
+        elsewhere=elsewhere,
+    )
 
 
-def _together(one: Description, other: Description) -> Description | None:
-    """Return both at once; None where both are about the same, or one of them is no change."""
-    changes, more = one.variant.changes(), other.variant.changes()
-    noise = torch.bfloat16 if torch.bfloat16 in (one.noise, other.noise) else torch.float32
-    if one is other or changes.keys() & more.keys() or one.noise == other.noise != torch.float32:
-        return None
-    return Description(f"{one.words} and {other.words}", replace(one.variant, **more), noise)
+@dataclass
+class _Search:
+    """Paints as a server may, each description once, and keeps what it painted.
+
+    Attributes:
+        done: changes -> description. network: the transformer that is loaded, and what it runs as.
+    """
+
+    models: Models
+    declared: Variant
+    eval_set: EvalSet
+    pictures: Sequence[ServerPicture]
+    painted: Sequence[Tensor]
+    stack: ExitStack
+    advance: Callable[[int], None]
+    done: dict[tuple[str, ...], Description] = field(default_factory=dict)
+    floors: list[float] = field(default_factory=list)
+    latents: list[Tensor] = field(default_factory=list)
+    _network: tuple[Any, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Paint the reference."""
+        outcome = self._run({})
+        self.latents = outcome.latents
+        pairs = zip(self.pictures, outcome.images, strict=True)
+        self.floors = [_floor(each.path, image) for each, image in pairs]
+        self.reference = Description("the reference")
+        self.reference = self.done[()] = self._judged(self.reference, outcome.images)
+
+    def nearest(self, tiers: Sequence[Sequence[Habit]]) -> Description:
+        """Return what comes nearest of one tier after another, until one explains all."""
+        best = self.reference
+        if self._near(best):
+            return best
+        pool: list[Habit] = []
+        for tier in tiers:
+            pool += tier
+            best = self._greedy(pool)
+            if self._settled(best):
+                break
+        return best
+
+    def _greedy(self, pool: Sequence[Habit]) -> Description:
+        """Return the best habit, the best that adds to it, and so on, without those that add nothing."""
+        best = self.reference
+        for _ in range(_HABITS):
+            free = [habit for habit in pool if not habit.keys() & best.changes.keys() and self._moves(habit, best)]
+            found = [each for habit in self._by_network(free) if (each := self.paint((*best.habits, habit)))]
+            kinds = {
+                tuple(each.changes): each for each in sorted(found, key=_left, reverse=True)
+            }  # the nearest is last
+            chosen = sorted(kinds.values(), key=_left)[: 1 if any(map(self._settled, found)) else _KINDS]
+            nearer = min((self._refined(each) for each in chosen), key=_left, default=best)
+            if not self._is_nearer(nearer, best):
+                break
+            best = nearer
+            if self._settled(best):
+                break
+        while len(best.habits) > 1:
+            without = [self.paint(tuple(one for one in best.habits if one is not each)) for each in best.habits]
+            fewer = next((each for each in without if each and not self._is_nearer(best, each)), None)
+            if fewer is None:
+                break
+            best = fewer
+        return best
+
+    def _refined(self, found: Description) -> Description:
+        """Return ``found`` with the number of each habit that has one nearest to the pictures'."""
+        for place, habit in enumerate(found.habits):
+            if not can_be_refined(habit):
+                continue
+            ((name, _),) = habit.items()
+            others = (*found.habits[:place], *found.habits[place + 1 :])
+            for _ in range(_NUMBERS):
+                tried = {
+                    each.changes.get(name, self._neutral(name)): each
+                    for each in self.done.values()
+                    if {n: v for n, v in each.changes.items() if n != name} == _merged(others)
+                }
+                numbers = {v: _left(each) for v, each in tried.items() if isinstance(v, int | float)}
+                found = tried[min(numbers, key=lambda v: numbers[v])]
+                value = None if self._settled(found) else next_value(name, numbers)
+                if value is None or not self.paint((*others[:place], {name: value}, *others[place:])):
+                    break
+        return found
+
+    def _neutral(self, name: str) -> float | None:
+        """Return which number of a habit is the reference's."""
+        return {
+            "mask_grow": 0,
+            "mask_blur": 0.0,
+            "strength": 1.0,
+            "guidance": self.eval_set.guidance,
+            "blank": trained_level(self.eval_set),
+        }.get(name)
+
+    def paint(self, habits: tuple[Habit, ...]) -> Description | None:
+        """Return the description of all ``habits``; None where the runs are used up."""
+        changes = _merged(habits)
+        key = _key(changes)
+        if key not in self.done:
+            if len(self.done) > _MOST_RUNS:
+                return None
+            words = " and ".join(words_of(habit, self.declared) for habit in habits)
+            self.done[key] = self._judged(Description(words, habits), self._run(changes).images)
+            self.advance(1)
+        return self.done[key]
+
+    def _run(self, changes: Habit) -> Outcome:
+        variant, run = run_of(changes)
+        pairs = zip(self.eval_set.batches, self.pictures, strict=True)
+        noise = [_noise(batch.latents, each.seed + run["seed"], run["noise"]) for batch, each in pairs]
+        given = replace(self.eval_set, noise=noise, steps=self.eval_set.steps + run["steps"])
+        runs_as = self.models.runs_as(variant)
+        if self._network is None or self._network[0] != runs_as:
+            self.stack.close()
+            self._network = (runs_as, self.stack.enter_context(self.models.transformer(variant)))
+        return run_variant(self.models, variant, given, Console(quiet=True), "", self._network[1])
+
+    def _by_network(self, habits: Sequence[Habit]) -> list[Habit]:
+        """Return ``habits`` with those that run on one network side by side."""
+        kinds = [self.models.runs_as(run_of(habit)[0]) for habit in habits]
+        return [habits[place] for place in sorted(range(len(habits)), key=lambda place: kinds.index(kinds[place]))]
+
+    def _judged(self, description: Description, images: Sequence[Tensor]) -> Description:
+        pairs = [_STEPS * (image.clamp(-1, 1) - wanted) for image, wanted in zip(images, self.painted, strict=True)]
+        distances = tuple(float(each.double().square().mean().sqrt()) for each in pairs)
+        squares = [
+            F.avg_pool2d(each.double().square().mean(0)[None], _BLOCK)[0] - floor**2
+            for each, floor in zip(pairs, self.floors, strict=True)
+        ]
+        found = replace(description, distances=distances, images=tuple(images))
+        found = replace(found, left=torch.cat([each.flatten() for each in squares]))
+        whole = self.done[()].left if self.done else found.left
+        if float(whole.sum()) <= 0:
+            return found
+        low, high = ratio_interval((whole - found.left).tolist(), whole.tolist())
+        explained = 1 - _left(found) / float(whole.sum())
+        return replace(found, explained=explained, low=low, high=min(1.0, high))
+
+    def _near(self, description: Description) -> bool:
+        return description.distance <= _NEAR * _rms(self.floors)
+
+    def _settled(self, description: Description) -> bool:
+        return self._near(description) or description.explained >= _ALL
+
+    def _moves(self, habit: Habit, best: Description) -> bool:
+        """Return whether ``habit`` alone changes the reference's pictures by enough for what ``best`` leaves."""
+        alone = self.done.get(_key(habit))
+        if alone is None:
+            return True
+        pairs = zip(alone.images, self.reference.images, strict=True)
+        moved = sum(float((_STEPS * (one - other)).square().mean()) for one, other in pairs) / len(self.painted)
+        return moved >= 0.02 * best.distance**2
+
+    def _is_nearer(self, one: Description, other: Description) -> bool:
+        """Return whether ``one`` is nearer than ``other`` by more than chance, and by enough to matter."""
+        more = other.left - one.left
+        doubt = float(more.std()) / math.sqrt(len(more))
+        sure = NormalDist().inv_cdf(1 - 0.05 / max(2, len(self.done)))
+        return float(more.mean()) > sure * doubt and float(more.sum()) > _REAL * _left(self.reference)
+
+    def rivals(self, best: Description) -> tuple[Description, ...]:
+        """Return what explains most as well and cannot be told from ``best``, of other habits."""
+        names = {*best.changes}
+        others = [each for each in self.done.values() if each.explained >= _MOST and {*each.changes} != names]
+        found = [each for each in others if not {*each.changes} > names and not self._is_nearer(best, each)]
+        return tuple(sorted(found, key=_left))
+
+    def parts(self, best: Description) -> tuple[float, ...]:
+        """Return the share that each habit of ``best`` takes off: what is lost without it, in proportion."""
+        if len(best.habits) < 2:
+            return (best.explained,) * len(best.habits)
+        without = [self.paint(tuple(one for one in best.habits if one is not each)) for each in best.habits]
+        lost = [max(0.0, _left(each) - _left(best)) if each else 0.0 for each in without]
+        return tuple(best.explained * each / (sum(lost) or 1.0) for each in lost)
+
+    def ordered(self, best: Description) -> tuple[Description, ...]:
+        """Return all but the reference, ``best`` first, then the nearest; pictures of the first alone."""
+        others = sorted((each for each in self.done.values() if each.habits and each is not best), key=_left)
+        return (*([best] if best.habits else []), *(replace(each, images=()) for each in others))
 
 
-def _judged(found: Description, reference: Description, floors: Sequence[float]) -> Description:
-    """Return ``found`` with the share that it explains."""
+def _merged(habits: Sequence[Habit]) -> dict[str, Any]:
+    return {name: value for habit in habits for name, value in habit.items()}
 
-    def beyond(description: Description) -> list[float]:
-        pairs = zip(description.distances, floors, strict=True)
-        return [max(0.0, distance**2 - floor**2) for distance, floor in pairs]
 
-    left, whole = beyond(found), beyond(reference)
-    shares = torch.tensor([1 - a / b if b else 0.0 for a, b in zip(left, whole, strict=True)])
-    low, high = interval(shares)
-    return replace(found, explained=1 - sum(left) / sum(whole) if sum(whole) else 0.0, low=low, high=high)
+def _key(changes: Habit) -> tuple[str, ...]:
+    return tuple(sorted(f"{name} {value}" for name, value in changes.items()))
+
+
+def _left(description: Description) -> float:
+    return max(0.0, float(description.left.sum()))
+
+
+def _along(
+    painted: Sequence[Tensor], reference: Sequence[Tensor], masks: Sequence[Tensor | None]
+) -> tuple[float, float]:
+    """Return the rms difference within 8 pixels of the masks' borders, and beyond, in 8-bit steps; NaN without one."""
+    near, far = [], []
+    for one, other, mask in zip(painted, reference, masks, strict=True):
+        if mask is not None:
+            at = border_distance(mask, RING) <= RING
+            squares = (_STEPS * (one - other.clamp(-1, 1))).double().square().mean(0)
+            near.append(squares[at])
+            far.append(squares[~at])
+    if not near:
+        return math.nan, math.nan
+    return float(torch.cat(near).mean().sqrt()), float(torch.cat(far).mean().sqrt())
 
 
 def _eval_set(
@@ -311,14 +518,6 @@ def _source(calibration: Calibration, picture: ServerPicture) -> ItemSource:
 def _noise(latents: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     return noise.to(latents)
-
-
-def _distances(outcome: Outcome, painted: Sequence[Tensor]) -> tuple[float, ...]:
-    """Return each picture's rms distance in 8-bit steps."""
-    pairs = zip(outcome.images, painted, strict=True)
-    return tuple(
-        _STEPS * float((image.clamp(-1, 1) - wanted).double().square().mean().sqrt()) for image, wanted in pairs
-    )
 
 
 def _floor(path: Path, image: Tensor) -> float:

@@ -89,7 +89,8 @@ class Variant:
         timestep: dtype that timesteps are carried in.
         mask_invert: known and filled are swapped. mask_grow: pixels that the mask is grown by (negative: shrunk).
             mask_snap: pixels a side of the cells that it is grown to; 0: not. mask_blur: standard deviation of a
-            Gaussian in pixels. blank: what is under the mask. See ``conditioning``.
+            Gaussian in pixels. blank: what is under the mask, a name or a level in [-1, 1]. See ``conditioning``.
+        normalised: how many times the given picture's latents are.
         latents_dtype: dtype that the latents of the masked image, or of the reference images, are rounded to.
         paste: the known region is put back as pixels into the finished image, or as latents at every step.
     """
@@ -111,7 +112,8 @@ class Variant:
     mask_grow: int = 0
     mask_snap: int = 0
     mask_blur: float = 0.0
-    blank: Blank | None = None
+    blank: Blank | float | None = None
+    normalised: int = 1
     latents_dtype: LowDtype | None = None
     paste: Paste | None = None
 
@@ -132,7 +134,7 @@ class Variant:
     @property
     def given(self) -> dict[str, Any]:
         """The changes to what the model is given of images."""
-        return {name: value for name, value in self.changes().items() if name in CONDITIONING}
+        return {name: value for name, value in self.changes().items() if name in (*CONDITIONING, "normalised")}
 
 
 REFERENCE = Variant()

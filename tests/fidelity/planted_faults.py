@@ -529,7 +529,9 @@ class Server:
     Attributes:
         grown: pixels that the mask is grown by. guidance, seed, tokens: of the run. lora: strength, 0 for none.
         encoded: done to the picture [1, 3, H, W] and the mask before the VAE encodes it.
-        pasted: the known pixels are put back in the end.
+        pasted: the known pixels are put back in the end. normalised: how many times the given latents are.
+        prompt: instead of the caption. resized: sides of the picture, before it is brought to the model's size.
+        shift: of a static schedule. quality: of a JPEG that the picture went through.
     """
 
     grown: int = 0
@@ -539,6 +541,11 @@ class Server:
     lora: float = 1.0
     encoded: Callable[[Tensor, Tensor], Tensor] = lambda pixels, mask: pixels
     pasted: bool = False
+    normalised: int = 1
+    prompt: str = ""
+    resized: int = 128
+    shift: float | None = None
+    quality: int = 100
 
 
 SERVER_STEPS, SERVER_IMAGES = 6, 2
@@ -555,6 +562,9 @@ def paint(server: Server, place: Path, folder: Path) -> list[Path]:
             pipeline.load_lora_weights(place / "lora.safetensors", adapter_name="lora")
             pipeline.set_adapters(["lora"], [server.lora])
     pipeline.set_progress_bar_config(disable=True)
+    if server.shift is not None:
+        changed = {"use_dynamic_shifting": False, "shift": server.shift}
+        pipeline.scheduler = type(pipeline.scheduler).from_config({**pipeline.scheduler.config, **changed})
     left, top, right, bottom = MASK
     mask = Image.new("L", (128, 128))
     box = (left - server.grown, top - server.grown, right + server.grown, bottom + server.grown)
@@ -565,6 +575,10 @@ def paint(server: Server, place: Path, folder: Path) -> list[Path]:
     def as_server(pixels: Tensor) -> Any:
         encoded = encode(server.encoded(pixels, filled))
         mean = encoded.latent_dist.mode()
+        for _ in range(1, server.normalised):
+            mean = (mean - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
+        if not server.normalised:
+            mean = mean / pipeline.vae.config.scaling_factor + pipeline.vae.config.shift_factor
         encoded.latent_dist.sample = lambda generator=None: mean  # the mean, as in training
         return encoded
 
@@ -572,14 +586,18 @@ def paint(server: Server, place: Path, folder: Path) -> list[Path]:
     folder.mkdir()
     paths = []
     for source in sorted((place / "masked" / "images").glob("*.png")):
-        picture = Image.open(source)
+        picture = Image.open(source).resize((server.resized, server.resized)).resize((128, 128))
+        caption = server.prompt or source.with_suffix(".txt").read_text().strip()
         painted = pipeline(
-            source.with_suffix(".txt").read_text().strip(), image=picture, mask_image=mask, height=128, width=128,
+            caption, image=picture, mask_image=mask, height=128, width=128,
             guidance_scale=server.guidance, num_inference_steps=SERVER_STEPS,
             generator=torch.Generator().manual_seed(server.seed), max_sequence_length=server.tokens,
         ).images[0]  # fmt: skip
         if server.pasted:
             painted.paste(picture, mask=ImageOps.invert(mask))
+        if server.quality < 100:
+            painted.save(folder / "painted.jpg", quality=server.quality)
+            painted = Image.open(folder / "painted.jpg")
         paths.append(folder / source.name)
         painted.save(paths[-1])
     return paths

@@ -1,0 +1,160 @@
+"""What servers are known to do otherwise: the common things first, and how a number is found once its kind is known.
+
+A *habit* is what a server does, as values of a :class:`~library.fidelity.serving.Variant`'s fields, or of what only
+a sampling run has: ``noise`` (the dtype it is drawn in), ``seed`` and ``steps`` (added to the server's). Kinds are
+tried with a few values far apart. The squared distance from a picture is about a parabola in such a value, so that the
+number between them follows in a few runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from library.config.model_types import BLANKS
+from library.fidelity.runs import EvalSet
+from library.fidelity.serving import REFERENCE, Models, Served, Variant
+
+Habit = Mapping[str, Any]
+
+LEVELS: dict[str, float] = {"black": -1.0, "grey": 0.0, "white": 1.0}
+_NAMES = {level: name for name, level in LEVELS.items()}
+_RUN: dict[str, Any] = {"noise": torch.float32, "seed": 0, "steps": 0}  # what no variant has
+_GUIDANCES, _SHIFTS = (1.0, 3.5, 30.0), (1.0, 1.15, 3.0)
+_REFINED = {  # habit with a number: its unit in the last place, least, most
+    "mask_grow": (1, -64, 64),
+    "mask_blur": (0.5, 0.0, 32.0),
+    "blank": (0.05, -1.0, 1.0),
+    "strength": (0.05, -2.0, 4.0),
+    "guidance": (0.5, 0.0, 100.0),
+    "shift": (0.05, 0.05, 20.0),
+}
+_WORDS = {
+    "mask_blur": "mask blurred by {:g} px",
+    "strength": "LoRA at {:g} times its strength",
+    "guidance": "guidance {:g}",
+    "shift": "static shift {:g}",
+    "latents_dtype": "given latents in {}",
+    "noise": "noise drawn in {}",
+    "seed": "seed {:+d}",
+    "steps": "{:+d} sampling steps",
+    "vae": "VAE {}",
+    "text": "text encoders {}",
+    "timestep": "timesteps in {}",
+}
+_OTHER_WORDS = {
+    ("mask_snap", 8): "mask snapped to latent cells",
+    ("mask_snap", 16): "mask snapped to tokens",
+    ("mask_invert", True): "mask inverted",
+    ("paste", "pixels"): "pixels pasted into the finished picture",
+    ("paste", "latents"): "known latents pasted at every step",
+    ("guidance", "ignored"): "guidance ignored",
+    ("strength", 0.0): "no LoRA",
+    ("lora_without", ("^text_encoder",)): "LoRA not in the text encoders",
+    ("normalised", 0): "given latents not normalised",
+    ("normalised", 2): "given latents normalised twice",
+}
+
+
+def habits_of(models: Models, declared: Variant, eval_set: EvalSet) -> list[list[Habit]]:
+    """Return what to try, one thing at a time: what is common first, then what is rare, then what changes little.
+
+    ``declared``: the deployment as it was described, the first of them.
+    """
+    common: list[Habit] = [changes] if (changes := declared.changes()) else []
+    if any(eval_set.drawn(number) is not None for number in range(len(eval_set.batches))):
+        common += [{"blank": level} for level in LEVELS.values() if level != trained_level(eval_set)]
+        common += [{"mask_grow": pixels} for pixels in (4, 8, 16, -4)]
+        common += [{"mask_blur": 4.0}, {"mask_snap": 8}, {"mask_snap": 16}, {"mask_invert": True}]
+        common += [{"paste": "pixels"}, {"paste": "latents"}, {"blank": BLANKS[-1]}]
+    if models.loras:
+        common += [{"strength": strength} for strength in (0.0, 0.5, 2.0)]
+    if models.family.guidance_input:
+        common += [{"guidance": "ignored"}]
+        common += [{"guidance": each} for each in _GUIDANCES if each != eval_set.guidance]
+    rare: list[Habit] = [{"shift": shift} for shift in _SHIFTS]
+    rare += [{"steps": more} for more in (-1, 1) if eval_set.steps + more > 0]
+    rare += [{"seed": 1}, {"noise": torch.bfloat16}]
+    if models.family.conditioning != "none":
+        rare += [{"normalised": 0}, {"normalised": 2}]
+    if len(models.loras) > 1:
+        rare += [{"lora_without": ("^text_encoder",)}]
+    if len(changes) > 1:
+        rare += [{name: value} for name, value in changes.items() if name not in ("merge", "activations")]
+    small: list[Habit] = [{"timestep": torch.bfloat16}, {"text": Served(dtype="fp8")}]
+    small += [{"vae": Served(dtype=dtype)} for dtype in ("fp8", "bf16")]
+    if models.family.conditioning != "none":
+        small += [{"latents_dtype": dtype} for dtype in ("bf16", "fp16", "fp8")]
+    return [common, rare, small]
+
+
+def trained_level(eval_set: EvalSet) -> float | None:
+    """Return what the region is blanked with in training, in [-1, 1]; None where that is no colour."""
+    blank = eval_set.pixels[0].blank
+    return None if blank is None or float(blank.std()) > 0.1 else round(float(blank.mean()), 2)
+
+
+def colour(level: float | str) -> str:
+    """Return a blank in words."""
+    return level if isinstance(level, str) else _NAMES.get(level, f"grey of {round(127.5 * (level + 1))} in 255")
+
+
+def words_of(habit: Habit, declared: Variant) -> str:
+    """Return a habit in words."""
+    if len(habit) > 1:
+        return "the whole declared deployment"
+    ((name, value),) = habit.items()
+    if name == "blank":
+        return f"region blanked with {colour(value)}"
+    if name == "mask_grow":
+        return f"mask {'grown' if value > 0 else 'shrunk'} by {abs(value)} px"
+    if (name, value) in _OTHER_WORDS:
+        return _OTHER_WORDS[name, value]
+    if name in _WORDS:
+        return _WORDS[name].format(value if isinstance(value, int | float) else str(value).removeprefix("torch."))
+    return f"declared: {name} {value}"
+
+
+def run_of(changes: Habit) -> tuple[Variant, Habit]:
+    """Return the variant that ``changes`` make of the reference, and what else they change in the sampling run."""
+    variant = {name: value for name, value in changes.items() if name not in _RUN}
+    return Variant(**(vars(REFERENCE) | variant)), _RUN | {n: v for n, v in changes.items() if n in _RUN}
+
+
+def next_value(name: str, tried: Mapping[float, float]) -> float | None:
+    """Return which number to try next of a habit; None where the nearest is known.
+
+    ``tried``: number -> squared distance. Outside of them it steps on; between, the vertex of the parabola through the
+    nearest and its neighbours, then the nearest's neighbours in the last place.
+    """
+    unit, least, most = _REFINED[name]
+    values = sorted(tried)
+    place = min(range(len(values)), key=lambda each: tried[values[each]])
+    best, proposals = values[place], []
+    if 0 < place < len(values) - 1:
+        proposals.append(
+            _vertex(values[place - 1 : place + 2], [tried[each] for each in values[place - 1 : place + 2]])
+        )
+    elif len(values) > 1:
+        proposals.append(2 * best - values[1 if place == 0 else place - 1])
+    for proposal in (*proposals, best - unit, best + unit):
+        rounded = min(most, max(least, round(proposal / unit) * unit))
+        rounded = rounded if isinstance(unit, int) else round(rounded, 2)
+        if rounded not in tried:
+            return rounded
+    return None
+
+
+def can_be_refined(habit: Habit) -> bool:
+    """Return whether ``habit`` has a number that can be found."""
+    return len(habit) == 1 and all(name in _REFINED and isinstance(value, int | float) for name, value in habit.items())
+
+
+def _vertex(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return where the parabola through three points with the least in the middle is least."""
+    left, right = (x[1] - x[0]) * (y[1] - y[2]), (x[1] - x[2]) * (y[1] - y[0])
+    if left == right:
+        return x[1]
+    return x[1] - ((x[1] - x[0]) * left - (x[1] - x[2]) * right) / (2 * (left - right))
