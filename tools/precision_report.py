@@ -221,7 +221,7 @@ from library.fidelity.deployed_parts import complete, fields, settle
 from library.fidelity.distilled import compare_distilled
 from library.fidelity.fixes import FixOptions, fix_table, try_fixes
 from library.fidelity.page import write_distilled, write_report
-from library.fidelity.report import measure, with_remedies
+from library.fidelity.report import measure, with_remedies, with_server
 from library.fidelity.runs import prepare_eval_set
 from library.fidelity.server_image import ServerPicture, explain_server
 from library.fidelity.servers import BY_NAME, Merge, Merging, dora_error
@@ -434,7 +434,7 @@ def main() -> None:
         report = replace(report, fixes=fixes)
     if pictures:
         server = explain_server(models, report.variant, calibration, pictures, options.server_steps, console)
-        report = replace(report, server=server)
+        report = with_server(report, server)
     paths = write_report(report, options.save_to)
     console.print(*report.lines(), sep="\n")
     if report.fixes:

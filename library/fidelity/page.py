@@ -104,9 +104,10 @@ def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:
         "tensors": _table(_TABLES["tensor"], tensors, "error", lambda row: bool(row.fault)),
     }
     return {
-        "alarm": report.verdict.alarm,
+        "alarm": report.alarm,
         "verdict": report.verdict,
-        "headline": report.verdict.headline,
+        "findings": [*report.painted, *report.verdict.findings],
+        "headline": report.headline,
         "in_short": report.in_short,
         "words": report.sections(),
         "painted": server and server_pictures(server),
@@ -135,17 +136,17 @@ def _picture_words(report: Report, pictures: Figure | None) -> str:
 
 def _measured(report: Report) -> dict[str, Any]:
     """Return what ``report.json`` holds."""
-    verdict = report.verdict
+    verdict, named = report.verdict, [*report.painted, *report.verdict.findings]
     return {
         "title": report.title,
         "settings": report.settings,
         "verdict": {
-            "cause": verdict.main.cause,
-            "alarm": verdict.alarm,
+            "cause": (*report.painted, verdict.main)[0].cause,
+            "alarm": report.alarm,
             "border": verdict.border and asdict(verdict.border) | {"state": verdict.border.state},
             "border_cause": verdict.border_cause and verdict.border_cause.as_json(),
             "explained": verdict.explained,
-            "findings": [finding.as_json() for finding in verdict.findings],
+            "findings": [finding.as_json() for finding in named],
             "split": verdict.split,
             "words": report.lines(),
         },

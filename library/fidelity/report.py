@@ -15,11 +15,12 @@ from library.fidelity.comparison import Comparison, compare_models
 from library.fidelity.deployed_parts import captions_of
 from library.fidelity.deployed_parts import words as words_of_part
 from library.fidelity.differences import Differences, compare
-from library.fidelity.findings import CAUSES, REMEDIES, WORTH_MENDING, as_sentence
+from library.fidelity.findings import CAUSES, REMEDIES, WORTH_MENDING, Finding, as_sentence
 from library.fidelity.fixes import Fix, recommend, recommendation
 from library.fidelity.remedies import Remedy, costly_remedies, free_remedies, in_order, of_findings
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
 from library.fidelity.server_image import ServerResult
+from library.fidelity.server_verdict import advice, findings, headline, is_alarm, remedies, sentences
 from library.fidelity.servers import Merging
 from library.fidelity.serving import REFERENCE, Models, Variant
 from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
@@ -66,8 +67,28 @@ class Report:
         return recommend(self.fixes, self.full)
 
     @property
+    def alarm(self) -> bool:
+        """Whether there is anything to mend, in the deployment as described or in what the server painted."""
+        return self.verdict.alarm or (self.server is not None and is_alarm(self.server))
+
+    @property
+    def headline(self) -> str:
+        """What to look at first: what the server painted, where that is known."""
+        return headline(self.server) if self.server else self.verdict.headline
+
+    @property
     def in_short(self) -> str:
-        """Whether anything has to be done, and how far off what is served is."""
+        """What to do about it."""
+        return advice(self.server) if self.server else self.described
+
+    @property
+    def painted(self) -> tuple[Finding, ...]:
+        """What the server's pictures show."""
+        return findings(self.server) if self.server else ()
+
+    @property
+    def described(self) -> str:
+        """Whether anything has to be done about the deployment as described, and how far off it is."""
         what, off = ("Pictures", self.full.image) if self.deployed.images else ("Single steps", self.full.velocity)
         judgement = "Nothing is broken: this is what the format loses."
         if self.verdict.alarm:
@@ -87,30 +108,32 @@ class Report:
         small = [each for each in others if not each.exact and each not in unsure and each.share < WORTH_MENDING]
         changed = {each.cause for each in self.attributions}
         nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer still: "
-        changed |= self.same.keys()
+        changed |= self.same.keys() | (self.server.looked_at if self.server else set())
         same = [CAUSES[name] for name in vars(REFERENCE) if name not in changed and name in CAUSES]
+        same = [f"No flag says that the server differs from the reference in these: {', '.join(same)}"] if same else []
         found = {
+            "What the server painted": sentences(self.server) if self.server else [],
+            "The deployment as you described it": [verdict.headline, self.described] if self.server else [],
             "How we know": [each.claim() for each in alike],
-            "What to do first": [nothing + REMEDIES[main.cause]],
+            "What to do first": [] if self.painted and not verdict.alarm else [nothing + REMEDIES[main.cause]],
             "Recommended of the fixes": [recommendation(self.best, self.full)] if self.fixes else [],
             "What costs nothing": [each.words for each in self.remedies if not each.cost and not each.cause],
             "How the error splits": [verdict.parts()],
             "How the server merges": merge_sentences(self.merges),
-            "What the server painted": [self.server.sentence()] if self.server else [],
             "The border": verdict.on_the_border(self.server is not None),
             "What else was found": [each.sentence() for each in others if each not in (*small, *unsure)],
             "Too few images to tell": [f"{each.claim()}; {verdict.images_wanted(each)} would" for each in unsure],
             "Unexplained": [verdict.unexplained()],
             "Ruled out as the main cause": [each.claim() for each in small],
             "Other files, and the same": [line for line in self.same.values() if line],
-            "Not looked at": [f"No flag says that the server differs from the reference in these: {', '.join(same)}"],
+            "Not looked at": same,
             "How far off": [verdict.sizes(self.full)],
         }
         return {heading: [*map(as_sentence, filter(None, lines))] for heading, lines in found.items() if any(lines)}
 
     def lines(self) -> list[str]:
         """Return the same for a terminal, a line a sentence, and what the page has behind a click."""
-        lines, sections = [self.verdict.headline, self.in_short], self.sections()
+        lines, sections = [self.headline, self.in_short], self.sections()
         if self.verdict.border:
             sections["The border"].append(self.verdict.border.details())
         for heading, (first, *others) in sections.items():
@@ -238,6 +261,11 @@ def with_remedies(
     free = free_remedies(models, report.variant, report.full, without, report.comparison, loras, verdict)
     costly = costly_remedies(models, report.variant, verdict.rounding, options, loras, words)
     return replace(report, remedies=in_order([*of_findings(verdict), *free, *costly], verdict.main.cause))
+
+
+def with_server(report: Report, server: ServerResult) -> Report:
+    """Return the report with what pictures show that the server painted, and what to change in it first."""
+    return replace(report, server=server, remedies=[*remedies(server), *report.remedies])
 
 
 def _settings(

@@ -31,6 +31,7 @@ _REFINED = {  # habit with a number: its unit in the last place, least, most
     "guidance": (0.5, 0.0, 100.0),
     "shift": (0.05, 0.05, 20.0),
 }
+_SETTINGS = {*_REFINED, "mask_snap", "mask_invert", "paste"}
 _WORDS = {
     "mask_blur": "mask blurred by {:g} px",
     "strength": "LoRA at {:g} times its strength",
@@ -63,7 +64,9 @@ def habits_of(models: Models, declared: Variant, eval_set: EvalSet) -> list[list
 
     ``declared``: the deployment as it was described, the first of them.
     """
-    common: list[Habit] = [changes] if (changes := declared.changes()) else []
+    precision, settings = described(declared)
+    common: list[Habit] = [precision] if precision else []
+    common += [{name: value} for name, value in settings.items()]
     if any(eval_set.drawn(number) is not None for number in range(len(eval_set.batches))):
         common += [{"blank": level} for level in LEVELS.values() if level != trained_level(eval_set)]
         common += [{"mask_grow": pixels} for pixels in (4, 8, 16, -4)]
@@ -81,13 +84,21 @@ def habits_of(models: Models, declared: Variant, eval_set: EvalSet) -> list[list
         rare += [{"normalised": 0}, {"normalised": 2}]
     if len(models.loras) > 1:
         rare += [{"lora_without": ("^text_encoder",)}]
-    if len(changes) > 1:
-        rare += [{name: value} for name, value in changes.items() if name not in ("merge", "activations")]
+    if len(precision) > 1:
+        rare += [{name: value} for name, value in precision.items() if name not in ("merge", "activations")]
     small: list[Habit] = [{"timestep": torch.bfloat16}, {"text": Served(dtype="fp8")}]
     small += [{"vae": Served(dtype=dtype)} for dtype in ("fp8", "bf16")]
     if models.family.conditioning != "none":
         small += [{"latents_dtype": dtype} for dtype in ("bf16", "fp16", "fp8")]
     return [common, rare, small]
+
+
+def described(declared: Variant) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what ``declared`` changes in files and precision, and its settings, blanks as levels."""
+    changes = declared.changes()
+    changes |= {"blank": LEVELS.get(changes["blank"], changes["blank"])} if "blank" in changes else {}
+    settings = {name: value for name, value in changes.items() if name in _SETTINGS}
+    return {name: value for name, value in changes.items() if name not in _SETTINGS}, settings
 
 
 def trained_level(eval_set: EvalSet) -> float | None:
@@ -101,10 +112,10 @@ def colour(level: float | str) -> str:
     return level if isinstance(level, str) else _NAMES.get(level, f"grey of {round(127.5 * (level + 1))} in 255")
 
 
-def words_of(habit: Habit, declared: Variant) -> str:
+def words_of(habit: Habit) -> str:
     """Return a habit in words."""
     if len(habit) > 1:
-        return "the whole declared deployment"
+        return "files and precision as described"
     ((name, value),) = habit.items()
     if name == "blank":
         return f"region blanked with {colour(value)}"
@@ -114,7 +125,7 @@ def words_of(habit: Habit, declared: Variant) -> str:
         return _OTHER_WORDS[name, value]
     if name in _WORDS:
         return _WORDS[name].format(value if isinstance(value, int | float) else str(value).removeprefix("torch."))
-    return f"declared: {name} {value}"
+    return f"as described: {name} {value}"
 
 
 def run_of(changes: Habit) -> tuple[Variant, Habit]:

@@ -4,11 +4,11 @@ The reference is run with the server's seed, number of steps, size and mask, the
 server may do otherwise (``server_habits``), the common ones first. The number of the nearest is found, then what comes
 nearest together with it, up to three at once. The search ends when one explains all.
 
-What counts is decided in blocks of ``_BLOCK`` pixels, a token's, of all pictures, as one picture has many of them: a
+What counts is decided in blocks of ``BLOCK`` pixels, a token's, of all pictures, as one picture has many of them: a
 description is nearer than another one if the difference of their squared distances is above its noise over the blocks
 (a z test, at 5 % over all that was tried), and if it is a real part of the whole. The best of many wrong guesses is
 nearer, too: one that blurs, or paints less, comes nearer to anything. What those reach is measured
-(``docs/precision.md``): a description that explains less than ``_MOST`` explains nothing.
+(``docs/precision.md``): a description that explains less than ``MOST`` explains nothing.
 
 The noise is what ComfyUI (``comfy/sample.py``, ``prepare_noise``) and diffusers (``randn_tensor``) draw for a seed: on
 the CPU, fp32, [1, C, h, w] before it is packed; a pipeline in bf16 draws it in bf16, which is another noise, and one of
@@ -50,6 +50,7 @@ from library.fidelity.runs import EvalSet, Outcome, batched, conditions_of, run_
 from library.fidelity.server_habits import (
     Habit,
     can_be_refined,
+    described,
     habits_of,
     next_value,
     run_of,
@@ -65,10 +66,10 @@ _STEPS = 127.5  # 8-bit steps in 1 of [-1, 1]
 _ROUNDING = 1 / math.sqrt(12)
 _NEAR = 1.5  # times the floor: as near as can be told
 _UNSEEN = 1.0  # 8-bit steps that nobody sees
-_MOST = 0.9  # of the difference: a description that explains less explains nothing
+MOST = 0.9  # of the difference: a description that explains less explains nothing
 _ALL = 0.99  # that ends the search
 _REAL = 0.01  # of the difference: less is not worth a name
-_BLOCK = 16
+BLOCK = 16
 _HABITS, _KINDS, _NUMBERS, _MOST_RUNS = 3, 3, 6, 100
 State = Literal["same", "declared", "explained", "tie", "unexplained"]
 
@@ -157,12 +158,12 @@ class ServerResult:
     @property
     def state(self) -> State:
         """What can be said."""
-        if self.reference.distance <= max(_UNSEEN, _NEAR * self.floor):
+        if self.reference.distance <= _UNSEEN or self.is_near(self.reference):
             return "same"
-        if self.nearest.explained < _MOST:
+        if self.nearest.explained < MOST:
             return "unexplained"
-        declared = self.declared.changes()
-        if all(name in declared and declared[name] == value for name, value in self.nearest.changes.items()):
+        precision, _ = described(self.declared)
+        if all(name in precision and precision[name] == value for name, value in self.nearest.changes.items()):
             return "declared"
         return "tie" if self.rivals else "explained"
 
@@ -177,6 +178,10 @@ class ServerResult:
         everything = self.state == "same" or (self.state != "unexplained" and self.nearest.explained >= _ALL)
         tried = {name for each in self.descriptions for name in each.changes}
         return tried | ({*vars(REFERENCE)} if everything else set())
+
+    def is_near(self, description: Description) -> bool:
+        """Return whether saving the picture makes as much of a difference."""
+        return description.distance <= _NEAR * self.floor
 
     def lines(self, most: int = 10) -> list[str]:
         """Return the nearest descriptions, one a line."""
@@ -221,7 +226,7 @@ def explain_server(
     console.print(f"{runs}, fewer when one explains all; the reference's own run says how long")
     began = time.perf_counter()
     with ExitStack() as stack, counting(console) as progress:
-        search = _Search(models, declared, eval_set, pictures, painted, stack, lambda _: None)
+        search = _Search(models, eval_set, pictures, painted, stack, lambda _: None)
         seconds = time.perf_counter() - began
         console.print(f"{runs} of {seconds / len(pictures):.1f} s: {seconds * _MOST_RUNS / 60:.1f} minutes at most")
         search.advance = progress("what the server does", _MOST_RUNS)
@@ -266,7 +271,6 @@ class _Search:
     """
 
     models: Models
-    declared: Variant
     eval_set: EvalSet
     pictures: Sequence[ServerPicture]
     painted: Sequence[Tensor]
@@ -301,18 +305,19 @@ class _Search:
 
     def _greedy(self, pool: Sequence[Habit]) -> Description:
         """Return the best habit, the best that adds to it, and so on, without those that add nothing."""
-        best = self.reference
+        best = coarse = self.reference
         for _ in range(_HABITS):
-            free = [habit for habit in pool if not habit.keys() & best.changes.keys() and self._moves(habit, best)]
-            found = [each for habit in self._by_network(free) if (each := self.paint((*best.habits, habit)))]
-            kinds = {
-                tuple(each.changes): each for each in sorted(found, key=_left, reverse=True)
-            }  # the nearest is last
-            chosen = sorted(kinds.values(), key=_left)[: 1 if any(map(self._settled, found)) else _KINDS]
-            nearer = min((self._refined(each) for each in chosen), key=_left, default=best)
+            free = [habit for habit in pool if not habit.keys() & coarse.changes.keys() and self._moves(habit, coarse)]
+            found = [each for habit in self._by_network(free) if (each := self.paint((*coarse.habits, habit)))]
+            found.sort(key=lambda each: self._promise(each, coarse), reverse=True)
+            kinds = {tuple(each.changes): each for each in found}  # the best of each kind, which is the last
+            chosen = sorted(kinds.values(), key=lambda each: self._promise(each, coarse))
+            chosen = chosen[: 1 if any(map(self._near, found)) else _KINDS]
+            pairs = [(self._refined(each), each) for each in chosen]
+            nearer, coarser = min(pairs, key=lambda pair: _left(pair[0]), default=(best, coarse))
             if not self._is_nearer(nearer, best):
                 break
-            best = nearer
+            best, coarse = nearer, coarser  # a number that was fitted to one habit alone hides the other
             if self._settled(best):
                 break
         while len(best.habits) > 1:
@@ -325,23 +330,37 @@ class _Search:
 
     def _refined(self, found: Description) -> Description:
         """Return ``found`` with the number of each habit that has one nearest to the pictures'."""
-        for place, habit in enumerate(found.habits):
-            if not can_be_refined(habit):
-                continue
-            ((name, _),) = habit.items()
-            others = (*found.habits[:place], *found.habits[place + 1 :])
+        places = [place for place, habit in enumerate(found.habits) if can_be_refined(habit)]
+        for place in [*places, *places] if len(places) > 1 else places:
+            ((name, _),) = found.habits[place].items()
+            before, after = found.habits[:place], found.habits[place + 1 :]
             for _ in range(_NUMBERS):
                 tried = {
                     each.changes.get(name, self._neutral(name)): each
                     for each in self.done.values()
-                    if {n: v for n, v in each.changes.items() if n != name} == _merged(others)
+                    if {n: v for n, v in each.changes.items() if n != name} == _merged((*before, *after))
                 }
                 numbers = {v: _left(each) for v, each in tried.items() if isinstance(v, int | float)}
-                found = tried[min(numbers, key=lambda v: numbers[v])]
-                value = None if self._settled(found) else next_value(name, numbers)
-                if value is None or not self.paint((*others[:place], {name: value}, *others[place:])):
+                nearest = min(numbers, key=lambda v: numbers[v])
+                value = None if self._near(tried[nearest]) else next_value(name, numbers)
+                if value is None or not self.paint((*before, {name: value}, *after)):
                     break
+            if name not in tried[nearest].changes:  # the reference's own number
+                return tried[nearest]
+            found = replace(tried[nearest], habits=(*before, {name: nearest}, *after))
         return found
+
+    def _promise(self, one: Description, base: Description) -> float:
+        """Return the squared distance that ``one`` leaves, of a number the least that another one could leave.
+
+        That is what the projection of the difference upon the change leaves: in the first order its pictures go along
+        a line.
+        """
+        if not can_be_refined(one.habits[-1]):
+            return _left(one)
+        moved = float(self._squares(one.images, base.images).sum())
+        along = (_left(base) + moved - _left(one)) / 2
+        return _left(base) - (along**2 / moved if along > 0 and moved > 0 else 0.0)
 
     def _neutral(self, name: str) -> float | None:
         """Return which number of a habit is the reference's."""
@@ -360,7 +379,7 @@ class _Search:
         if key not in self.done:
             if len(self.done) > _MOST_RUNS:
                 return None
-            words = " and ".join(words_of(habit, self.declared) for habit in habits)
+            words = " and ".join(words_of(habit) for habit in habits)
             self.done[key] = self._judged(Description(words, habits), self._run(changes).images)
             self.advance(1)
         return self.done[key]
@@ -382,20 +401,29 @@ class _Search:
         return [habits[place] for place in sorted(range(len(habits)), key=lambda place: kinds.index(kinds[place]))]
 
     def _judged(self, description: Description, images: Sequence[Tensor]) -> Description:
-        pairs = [_STEPS * (image.clamp(-1, 1) - wanted) for image, wanted in zip(images, self.painted, strict=True)]
-        distances = tuple(float(each.double().square().mean().sqrt()) for each in pairs)
-        squares = [
-            F.avg_pool2d(each.double().square().mean(0)[None], _BLOCK)[0] - floor**2
-            for each, floor in zip(pairs, self.floors, strict=True)
-        ]
-        found = replace(description, distances=distances, images=tuple(images))
-        found = replace(found, left=torch.cat([each.flatten() for each in squares]))
+        pairs = zip(images, self.painted, strict=True)
+        distances = tuple(_STEPS * float((a.clamp(-1, 1) - b).double().square().mean().sqrt()) for a, b in pairs)
+        left = self._squares(images, self.painted) - self._blocks([floor**2 for floor in self.floors])
+        found = replace(description, distances=distances, images=tuple(images), left=left)
         whole = self.done[()].left if self.done else found.left
         if float(whole.sum()) <= 0:
             return found
         low, high = ratio_interval((whole - found.left).tolist(), whole.tolist())
         explained = 1 - _left(found) / float(whole.sum())
         return replace(found, explained=explained, low=low, high=min(1.0, high))
+
+    def _squares(self, images: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+        """Return the mean squared difference of each block of all pictures, [blocks], in 8-bit steps."""
+        squares = [
+            (_STEPS * (one.clamp(-1, 1) - other.clamp(-1, 1))).double().square().mean(0)
+            for one, other in zip(images, others, strict=True)
+        ]
+        return torch.cat([F.avg_pool2d(each[None], BLOCK).flatten() for each in squares])
+
+    def _blocks(self, values: Sequence[float]) -> Tensor:
+        """Return each picture's value for each of its blocks."""
+        sizes = [each.shape[-1] // BLOCK * (each.shape[-2] // BLOCK) for each in self.painted]
+        return torch.tensor(values, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
 
     def _near(self, description: Description) -> bool:
         return description.distance <= _NEAR * _rms(self.floors)
@@ -408,9 +436,7 @@ class _Search:
         alone = self.done.get(_key(habit))
         if alone is None:
             return True
-        pairs = zip(alone.images, self.reference.images, strict=True)
-        moved = sum(float((_STEPS * (one - other)).square().mean()) for one, other in pairs) / len(self.painted)
-        return moved >= 0.02 * best.distance**2
+        return float(self._squares(alone.images, self.reference.images).sum()) >= 0.02 * _left(best)
 
     def _is_nearer(self, one: Description, other: Description) -> bool:
         """Return whether ``one`` is nearer than ``other`` by more than chance, and by enough to matter."""
@@ -422,7 +448,7 @@ class _Search:
     def rivals(self, best: Description) -> tuple[Description, ...]:
         """Return what explains most as well and cannot be told from ``best``, of other habits."""
         names = {*best.changes}
-        others = [each for each in self.done.values() if each.explained >= _MOST and {*each.changes} != names]
+        others = [each for each in self.done.values() if each.explained >= MOST and {*each.changes} != names]
         found = [each for each in others if not {*each.changes} > names and not self._is_nearer(best, each)]
         return tuple(sorted(found, key=_left))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from library.errors import counted
-from library.fidelity.findings import CAUSES, REMEDIES, Finding, as_sentence
+from library.fidelity.border import RING
+from library.fidelity.findings import REMEDIES, Finding, as_sentence
 from library.fidelity.remedies import Remedy
-from library.fidelity.server_habits import colour, words_of
-from library.fidelity.server_image import ServerResult
+from library.fidelity.server_habits import colour, described, words_of
+from library.fidelity.server_image import BLOCK, MOST, ServerResult
 
 
 def is_alarm(server: ServerResult) -> bool:
@@ -18,58 +19,51 @@ def is_alarm(server: ServerResult) -> bool:
 
 def headline(server: ServerResult) -> str:
     """Return what the pictures say first: how far off, what explains it."""
-    picture = "the server's picture" if len(server.names) == 1 else f"the server's {len(server.names)} pictures"
-    verb, best = "is" if len(server.names) == 1 else "are", server.nearest
-    off = f"{picture[0].upper()}{picture[1:]} {verb} {server.reference.distance:.1f} of 255 steps from the reference"
+    count, best = len(server.names), server.nearest
+    picture, verb = ("picture", "is") if count == 1 else (f"{count} pictures", "are")
+    off = f"The server's {picture} {verb} {server.reference.distance:.1f} of 255 steps from the reference"
     if server.state == "same":
-        seen = "no more than saving it makes" if server.reference.distance <= 1.5 * server.floor else "too little to see"
-        return f"The server paints what the reference paints: {picture} {verb} {server.reference.distance:.1f} of 255 steps from it, {seen}."
-    share = f"{best.explained:.0%} of the difference"
+        why = "no more than saving makes" if server.is_near(server.reference) else "too little to see"
+        return f"{off}, {why}: the server paints what the reference paints."
     if server.state == "unexplained":
-        return f"{off}, and nothing that was tried explains it."
+        return f"{off}; nothing that was tried explains it."
     if server.state == "tie":
-        names = "; or ".join(each.words for each in (best, *server.rivals))
-        return f"{off}. It cannot be told what explains it ({share}): {names}."
-    if server.state == "declared":
-        return f"{off}, as the deployment is described: {best.words} explains {share}."
-    return f"{off}: {best.words} explain{'s' * (len(best.habits) == 1)} {share}."
+        names = ", or ".join(each.words for each in (best, *server.rivals))
+        return f"{off}; these explain it equally well: {names}."
+    return f"{off}: {best.words} explain{'s' * (len(best.habits) == 1)} {best.explained:.0%} of it."
 
 
 def sentences(server: ServerResult) -> list[str]:
-    """Return what speaks for it: the runner-up, the interval, the mask's border."""
-    found = []
-    best, others = server.nearest, server.descriptions[1:]
+    """Return what speaks for it: along the mask's border and elsewhere, what else was tried."""
+    best, found = server.nearest, []
+    if not math.isnan(server.along):
+        times = f", {server.along / server.elsewhere:.1f} times as much" if server.elsewhere else ""
+        along = f"Within {RING} pixels of the mask's border they are {server.along:.1f} of 255 steps apart"
+        found.append(f"{along}, elsewhere {server.elsewhere:.1f}{times}")
+    if server.state == "same":
+        return found
+    among = f"Of {counted(len(server.descriptions), 'description')} the nearest, {best.words}, explains"
     if server.state == "unexplained":
-        found.append(
-            f"Of {counted(len(server.descriptions), 'description')} the nearest ({best.words}) explains "
-            f"{max(0.0, best.explained):.0%}; a wrong one can come as near by chance, less than 90 % name nothing"
-        )
-    elif best.habits and server.state != "same":
-        other = next((each for each in others if {*each.changes} != {*best.changes}), None)
-        second = f"; the next, {other.words}, {max(0.0, other.explained):.0%}" if other else ""
-        doubt = "" if math.isnan(best.low) else f" [{best.low:.1%} to {best.high:.1%} over blocks of 16 pixels]"
-        near = "nothing that could be told apart" if best.distance <= 1.5 * server.floor else f"{server.unexplained:.1%}"
-        found.append(f"{best.words}: {best.explained:.1%}{doubt}{second}; unexplained: {near}")
-    if not math.isnan(server.along) and server.state != "same":
-        times = f", {server.along / server.elsewhere:.1f} times as much" if server.elsewhere > 0 else ""
-        found.append(
-            f"Along the mask's border (8 pixels) it is {server.along:.1f} of 255 steps off, elsewhere "
-            f"{server.elsewhere:.1f}{times}"
-        )
-    return found
+        chance = f"wrong ones come as near by chance, so that less than {MOST:.0%} counts for nothing"
+        return [*found, f"{among} {max(0.0, best.explained):.0%}; {chance}"]
+    other = next((each for each in server.descriptions[1:] if {*each.changes} != {*best.changes}), None)
+    second = f"; the next, {other.words}, {max(0.0, other.explained):.0%}" if other else ""
+    doubt = f" [{best.low:.1%} to {best.high:.1%}, over blocks of {BLOCK} pixels]"
+    left = "nothing that could be told apart" if server.is_near(best) else f"{server.unexplained:.1%}"
+    return [*found, f"{among} {best.explained:.1%}{doubt}{second}; unexplained: {left}"]
 
 
 def advice(server: ServerResult) -> str:
     """Return what to do about the pictures."""
     if server.state == "same":
-        return "Nothing has to be changed in the server; what the deployment's files and flags lose stands below."
+        return "Nothing has to be changed in the server."
     if server.state == "declared":
-        return "The server does what you described; what that loses stands below."
+        return "The server does what you described, and nothing else that could be told apart."
     if server.state == "explained":
-        return as_sentence("Change this in the server: " + "; ".join(text for _, text, _ in _changes(server)))
+        return "Change in the server: " + " ".join(as_sentence(text) for _, text, _ in _changes(server))
     if server.state == "tie":
-        return "Change one of them in the server, paint again, and give that picture or one more (--server_image)."
-    return as_sentence(f"To check: {REMEDIES['server']}")
+        return "Change one of them in the server, paint again, and give that picture (--server_image)."
+    return as_sentence(REMEDIES["server"])
 
 
 def findings(server: ServerResult) -> tuple[Finding, ...]:
@@ -77,15 +71,9 @@ def findings(server: ServerResult) -> tuple[Finding, ...]:
     if not is_alarm(server):
         return ()
     if server.state != "explained":
-        said = "; ".join([headline(server).removesuffix("."), *sentences(server)[:1]])
-        return (Finding("server", 1.0, (), said),)
-    along = "; ".join(sentences(server)[1:])
-    return tuple(
-        Finding(name, part, (), f"{headline(server)} {words}; {along}" if place == 0 else words)
-        for place, (name, words, part) in enumerate(
-            sorted(_named(server), key=lambda each: -each[2])
-        )
-    )
+        return (Finding("server", 1.0, (), " ".join([headline(server), *map(as_sentence, sentences(server))])),)
+    said = " ".join([headline(server), *map(as_sentence, sentences(server))])
+    return tuple(Finding(name, part, (), f"{words}. {said}") for name, words, part in _named(server))
 
 
 def remedies(server: ServerResult) -> list[Remedy]:
@@ -99,20 +87,18 @@ def remedies(server: ServerResult) -> list[Remedy]:
 
 
 def _named(server: ServerResult) -> list[tuple[str, str, float]]:
-    """Return cause, words and share of each habit that was not declared."""
-    declared = server.declared.changes()
-    habits = zip(server.nearest.habits, server.parts, strict=True)
-    return [
-        (next(iter(habit)), words_of(habit, server.declared), part)
-        for habit, part in habits
-        if len(habit) == 1 and not habit.items() <= declared.items()
+    """Return cause, words and share of each habit but the files' own precision, the largest first."""
+    precision, habits = described(server.declared)[0], zip(server.nearest.habits, server.parts, strict=True)
+    found = [
+        (next(iter(habit)), words_of(habit), part) for habit, part in habits if not habit.items() <= precision.items()
     ]
+    return sorted(found, key=lambda each: -each[2])
 
 
 def _changes(server: ServerResult) -> list[tuple[str, str, float]]:
     """Return cause, what to do and share of each habit, the largest first."""
     found = []
-    for name, words, part in sorted(_named(server), key=lambda each: -each[2]):
+    for name, words, part in _named(server):
         text = f"{words}; {REMEDIES[name]}"
         if name == "blank":
             level = server.nearest.changes[name]

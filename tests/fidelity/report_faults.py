@@ -115,7 +115,7 @@ class Fault:
         remedy: found in its remedy.
         lora: the LoRA that is trained and given to the report. strength: it is given at.
         section: "listed" in the issue, "further", "later", or "clean", where all of the words are empty.
-        server: paints pictures, and what is said about them is judged, report.json's own sentence.
+        server: paints pictures that the report is given.
     """
 
     name: str
@@ -288,19 +288,43 @@ def _black(pixels: Tensor, filled: Tensor) -> Tensor:
     return torch.where(filled, -1.0, pixels)
 
 
-_SERVERS = (  # name, server, the words that its sentence must hold
-    ("mask grown by 8", Server(grown=8), ("mask grown by 8",)),
-    ("region blanked black", Server(encoded=_black), ("black",)),
-    ("LoRA at half its strength", Server(lora=0.5), ("LoRA at half",)),
-    ("guidance 3.5", Server(guidance=3.5), (r"guidance 3\.5",)),
-    ("no LoRA", Server(lora=0.0), ("no LoRA",)),
-    ("pixels pasted", Server(pasted=True), ("pixels pasted",)),
-    ("another seed", Server(seed=6), ("unexplained", "seed")),
+def _white(pixels: Tensor, filled: Tensor) -> Tensor:
+    return torch.where(filled, 1.0, pixels)
+
+
+def _darker(pixels: Tensor, filled: Tensor) -> Tensor:
+    return pixels * 0.7 - 0.3
+
+
+_UNEXPLAINED = ("nothing that was tried explains", "seed")
+_SERVERS = (  # name, server, what its evidence must hold, its remedy
+    ("mask grown by 8", Server(grown=8), ("mask grown by 8",), "mask as it was drawn"),
+    ("region blanked black", Server(encoded=_black), ("blanked with black",), "blank"),
+    ("LoRA at half its strength", Server(lora=0.5), (r"LoRA at 0\.5",), "strength"),
+    ("guidance 3.5", Server(guidance=3.5), (r"guidance 3\.5",), "guidance"),
+    ("no LoRA", Server(lora=0.0), ("no LoRA",), "strength"),
+    ("pixels pasted", Server(pasted=True), ("pixels pasted",), "blend"),
+    ("another seed", Server(seed=77), _UNEXPLAINED, "sampler"),
+)
+_LATER_SERVERS = (
+    ("black, mask grown by 4", Server(encoded=_black, grown=4), ("blanked with black", "mask grown by 4"), "blank"),
+    ("white, LoRA at 0.7", Server(encoded=_white, lora=0.7), ("blanked with white", r"LoRA at 0\.7"), "blank"),
+    ("mask shrunk by 2", Server(grown=-2), ("mask shrunk by 2",), "mask as it was drawn"),
+    ("mask grown by 13", Server(grown=13), ("mask grown by 13",), "mask as it was drawn"),
+    ("guidance 12", Server(guidance=12.0), ("guidance 12",), "guidance"),
+    ("static shift 2", Server(shift=2.0), ("static shift 2",), "schedul"),
+    ("latents normalised twice", Server(normalised=2), ("normalised twice",), "once"),
+    ("seed counted up", Server(seed=6), (r"seed \+1",), "server_seed"),
+    ("another prompt", Server(prompt="a red car on the beach"), _UNEXPLAINED, "prompt"),
+    ("a darker picture", Server(encoded=_darker), _UNEXPLAINED, "picture"),
+    ("through a small size", Server(resized=64), _UNEXPLAINED, "resized"),
 )
 BY_SERVERS = (
-    *(Fault(f"painted by diffusers: {name}", named("copy"), "of 255 steps", words, server=server)
-      for name, server, words in _SERVERS),
+    *(Fault(f"painted by diffusers: {name}", named("copy"), "of 255 steps", words, remedy, server=server,
+            section="listed" if number < len(_SERVERS) else "later")
+      for number, (name, server, words, remedy) in enumerate((*_SERVERS, *_LATER_SERVERS))),
     Fault("painted by diffusers, no fault", named("copy"), section="clean", server=Server()),
+    Fault("painted by diffusers, a JPEG of 90", named("copy"), section="clean", server=Server(quality=95)),
 )  # fmt: skip
 
 _BLACK, _TOKENS = {"tandem.inpaint_blank": "black"}, {"tandem.t5xxl_max_token_length": "96"}
@@ -549,11 +573,6 @@ def ask(fault: Fault, place: Path, folder: Path, size: Sequence[str] = RUN) -> A
             return Answer(refusal=errors.getvalue().strip().splitlines()[-1])
     measured = json.loads((folder / "report" / "report.json").read_text())
     verdict = measured["verdict"]
-    if fault.server:  # what the pictures show is judged, not what was declared
-        said = measured["server"]["sentence"]
-        fine = "paints what the reference paints" in said
-        finding = {"cause": "weights" if fine else "server", "share": 1.0, "evidence": said}
-        verdict = {"cause": finding["cause"], "alarm": not fine, "findings": [finding], "words": [said]}
     return Answer(verdict, "\n".join(verdict["words"]), seconds=time.perf_counter() - began)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import Calibration, CalibrationOptions
 from library.fidelity.deployed import parse_deployment
-from library.fidelity.server_image import ServerPicture, ServerResult, explain_server
+from library.fidelity.server_habits import next_value
+from library.fidelity.server_image import Description, ServerPicture, ServerResult, explain_server
+from library.fidelity.server_verdict import advice, findings, headline, is_alarm, remedies, sentences
 from library.fidelity.serving import Models, Variant
 from tests.fidelity.planted_faults import SERVER_STEPS, Server, paint, write_masked
 from tests.runs import printed, refusal
@@ -59,15 +63,21 @@ def explained(models: Models, calibration: Calibration, files: list[Path], seed:
     return explain_server(models, Variant(weights=True), calibration, pictures, SERVER_STEPS, QUIET)
 
 
-def test_a_grown_mask_is_named_from_pictures_alone(place: Path, models: Models, calibration: Calibration) -> None:
-    files = paint(Server(grown=8, lora=0.0, seed=SEED, tokens=TOKENS), place, place / "grown")
-    found = explained(models, calibration, files)
-    assert found.nearest.variant.changes()["mask_grow"] == 8
-    assert "mask grown by 8 px" in found.sentence()
-    assert found.nearest.explained > 0.98
-    assert found.nearest.low > 0.9
-    assert found.reference.distance > 3
-    assert len(found.nearest.images) == 2
+def test_two_habits_at_once_are_named_with_their_numbers_and_nothing_else(
+    place: Path, models: Models, calibration: Calibration
+) -> None:
+    server = Server(grown=5, encoded=lambda x, filled: torch.where(filled, -1.0, x), lora=0.0, seed=SEED, tokens=TOKENS)
+    found = explained(models, calibration, paint(server, place, place / "two"))
+    assert found.nearest.changes == {"blank": -1.0, "mask_grow": 5}
+    assert found.nearest.low > 0.99
+    assert found.state == "explained"
+    assert sum(found.parts) == pytest.approx(found.nearest.explained)
+    assert found.along > 1.5 * found.elsewhere  # the frame of 5 pixels and what the model paints beside it
+    assert "blanked with black and mask grown by 5 px explain 100%" in headline(found)
+    first, second = remedies(found)
+    assert "blank it with grey, as in training, or train again with inpaint_blank 'black'" in first.text
+    assert "without growing it" in second.text
+    assert not {"blank", "mask_grow", "shift"} - found.looked_at
 
 
 def test_an_honest_server_paints_what_the_reference_paints(
@@ -75,17 +85,22 @@ def test_an_honest_server_paints_what_the_reference_paints(
 ) -> None:
     found = explained(models, calibration, honest[:1])
     assert found.reference.distance == pytest.approx(1 / 12**0.5, rel=0.15)
-    assert "the server paints what the reference paints" in found.sentence()
+    assert "the server paints what the reference paints" in headline(found)
+    assert not found.descriptions  # nothing had to be tried
+    assert not is_alarm(found)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pictures", [1, 2])
 def test_what_nothing_explains_is_called_unexplained(
-    honest: list[Path], models: Models, calibration: Calibration
+    honest: list[Path], models: Models, calibration: Calibration, pictures: int
 ) -> None:
-    found = explained(models, calibration, honest[:1], seed=SEED + 1)
-    assert "unexplained" in found.sentence()
-    assert "Check seed" in found.sentence()
-    assert found.unexplained > 0.5
+    found = explained(models, calibration, honest[:pictures], seed=SEED + 10)
+    assert "nothing that was tried explains it" in headline(found)
+    assert "check seed" in advice(found).lower()
+    assert found.unexplained > 0.2
+    assert len(found.descriptions) <= 100  # the limit that is said before
+    assert is_alarm(found)
 
 
 @pytest.mark.slow
@@ -94,7 +109,38 @@ def test_a_jpeg_has_a_higher_floor_than_a_png(honest: list[Path], models: Models
     found = explained(models, calibration, [jpeg])
     assert found.floor > 2 / 12**0.5
     assert found.reference.distance == pytest.approx(found.floor, rel=0.1)
-    assert "the server paints what the reference paints" in found.sentence()
+    assert "the server paints what the reference paints" in headline(found)
+
+
+def result(reference: float, *found: Description, **more: Any) -> ServerResult:
+    first = Description("the reference", distances=(reference,))
+    return ServerResult(("a.png",), 4, (), first, found, 0.3, parts=(0.5,) * len(found[0].habits), **more)
+
+
+def test_what_explains_too_little_or_as_much_as_another_is_said_so() -> None:
+    grown = Description("mask grown by 4 px", ({"mask_grow": 4},), (2.0,), explained=0.96, low=0.95, high=0.97)
+    snapped = Description("mask snapped to latent cells", ({"mask_snap": 8},), (2.1,), explained=0.955)
+    tie = result(10.0, grown, snapped, rivals=(snapped,))
+    assert "explain it equally well: mask grown by 4 px, or mask snapped to latent cells" in headline(tie)
+    assert [each.cause for each in findings(tie)] == ["server"]
+    little = result(10.0, replace(grown, explained=0.66))
+    assert "nothing that was tried explains it" in headline(little)
+    assert "66%" in " ".join(sentences(little))
+    assert not remedies(little)
+    assert not is_alarm(result(0.9, grown))  # nobody sees it
+    assert is_alarm(result(10.0, grown, declared=Variant(mask_grow=4, weights=True)))
+    assert not is_alarm(result(10.0, replace(grown, habits=({"weights": True},)), declared=Variant(weights=True)))
+
+
+@pytest.mark.parametrize("truth", [12, -3, 1, 40])
+def test_a_number_between_or_beyond_those_tried_is_found(truth: int) -> None:
+    tried = {value: abs(value - truth) ** 1.7 for value in (0, 4, 8, 16, -4)}  # not a parabola
+    for _ in range(6):
+        value = next_value("mask_grow", tried)
+        if value is None:
+            break
+        tried[value] = abs(value - truth) ** 1.7
+    assert min(tried, key=lambda value: tried[value]) == truth
 
 
 def test_a_picture_that_belongs_to_no_image_or_was_resized_is_refused(
@@ -121,6 +167,9 @@ def test_the_tool_takes_pictures_and_writes_what_it_found(honest: list[Path], pl
         precision_report, *words, "--server_image", f"{file}={name}"
     )
     words += ["--server_seed", SEED, "--server_image", f"{file}={name.removesuffix('.png')}"]
-    assert "1 server picture: " in printed(precision_report, *words)
-    found = json.loads((place / "report" / "report.json").read_text())["server"]
-    assert found["descriptions"][0]["words"] == "the reference"
+    said = printed(precision_report, *words)
+    assert "1 server picture: at most 100 sampling runs" in said
+    found = json.loads((place / "report" / "report.json").read_text())
+    assert found["server"]["descriptions"][0]["words"] == "the reference"
+    assert "the server paints what the reference paints" in found["verdict"]["words"][0]
+    assert "Not looked at" not in " ".join(found["verdict"]["words"])
