@@ -31,6 +31,11 @@ _REFINED = {  # habit with a number: its unit in the last place, least, most
     "guidance": (0.5, 0.0, 100.0),
     "shift": (0.05, 0.05, 20.0),
 }
+IN_BF16: tuple[Habit, ...] = (
+    {"timestep": torch.bfloat16},
+    {"vae": Served(dtype="bf16")},
+    {"latents_dtype": "bf16"},
+)
 _SETTINGS = {*_REFINED, "mask_snap", "mask_invert", "paste"}
 _WORDS = {
     "mask_blur": "mask blurred by {:g} px",

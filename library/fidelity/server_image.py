@@ -48,6 +48,7 @@ from library.fidelity.differences import compare
 from library.fidelity.intervals import ratio_interval
 from library.fidelity.runs import EvalSet, Outcome, batched, conditions_of, run_variant
 from library.fidelity.server_habits import (
+    IN_BF16,
     Habit,
     can_be_refined,
     described,
@@ -65,7 +66,7 @@ from library.training.report.progress import counting
 _STEPS = 127.5  # 8-bit steps in 1 of [-1, 1]
 _ROUNDING = 1 / math.sqrt(12)
 _NEAR = 1.5  # times the floor: as near as can be told
-_UNSEEN = 1.0  # 8-bit steps that nobody sees
+_UNSEEN, _UNSEEN_BLOCK = 1.0, 3.0  # 8-bit steps that nobody sees, rms of a picture and of a block
 MOST = 0.9  # of the difference: a description that explains less explains nothing
 _ALL = 0.99  # that ends the search
 _REAL = 0.01  # of the difference: less is not worth a name
@@ -115,6 +116,12 @@ class Description:
         return _rms(self.distances)
 
     @property
+    def is_unseen(self) -> bool:
+        """Whether nobody sees that the pictures are others, in no block of them."""
+        worst = math.sqrt(max(0.0, float(self.left.max()))) if len(self.left) else 0.0
+        return self.distance <= _UNSEEN and worst <= _UNSEEN_BLOCK
+
+    @property
     def changes(self) -> dict[str, Any]:
         """What all habits change."""
         return {name: value for habit in self.habits for name, value in habit.items()}
@@ -132,6 +139,7 @@ class ServerResult:
         rivals: that cannot be told from the nearest.
         parts: of each habit of the nearest, the share of the squared difference that it takes off.
         declared: what the deployment was said to do. trained: what the region is blanked with in training, in [-1, 1].
+        rounding: how far something in bf16 puts the reference's pictures off, as another card or program may.
         border: of the server's pictures. along, elsewhere: their rms distance from the reference within 8 pixels of
             the mask's border, and beyond, in 8-bit steps; NaN without one.
     """
@@ -146,6 +154,7 @@ class ServerResult:
     parts: tuple[float, ...] = ()
     declared: Variant = REFERENCE
     trained: float | None = None
+    rounding: float = 0.0
     border: Border | None = None
     along: float = math.nan
     elsewhere: float = math.nan
@@ -158,10 +167,10 @@ class ServerResult:
     @property
     def state(self) -> State:
         """What can be said."""
-        if self.reference.distance <= _UNSEEN or self.is_near(self.reference):
+        if self.reference.is_unseen or self.is_near(self.reference):
             return "same"
         if self.nearest.explained < MOST:
-            return "unexplained"
+            return "same" if self.reference.distance <= self.rounding else "unexplained"
         precision, _ = described(self.declared)
         if all(name in precision and precision[name] == value for name, value in self.nearest.changes.items()):
             return "declared"
@@ -256,6 +265,7 @@ def explain_server(
         parts=search.parts(best),
         declared=declared,
         trained=trained_level(eval_set),
+        rounding=search.rounding(),
         border=served.border,
         along=along,
         elsewhere=elsewhere,
@@ -293,7 +303,7 @@ class _Search:
     def nearest(self, tiers: Sequence[Sequence[Habit]]) -> Description:
         """Return what comes nearest of one tier after another, until one explains all."""
         best = self.reference
-        if self._near(best):
+        if self._near(best) or best.is_unseen:
             return best
         pool: list[Habit] = []
         for tier in tiers:
@@ -443,13 +453,15 @@ class _Search:
         more = other.left - one.left
         doubt = float(more.std()) / math.sqrt(len(more))
         sure = NormalDist().inv_cdf(1 - 0.05 / max(2, len(self.done)))
-        return float(more.mean()) > sure * doubt and float(more.sum()) > _REAL * _left(self.reference)
+        told = float(more.mean()) > sure * doubt or other.distance > _NEAR * one.distance
+        return told and float(more.sum()) > _REAL * _left(self.reference)
 
     def rivals(self, best: Description) -> tuple[Description, ...]:
         """Return what explains most as well and cannot be told from ``best``, of other habits."""
         names = {*best.changes}
         others = [each for each in self.done.values() if each.explained >= MOST and {*each.changes} != names]
-        found = [each for each in others if not {*each.changes} > names and not self._is_nearer(best, each)]
+        others = [each for each in others if not {*each.changes} > names and each.distance <= _NEAR * best.distance]
+        found = [each for each in others if not self._is_nearer(best, each)]
         return tuple(sorted(found, key=_left))
 
     def parts(self, best: Description) -> tuple[float, ...]:
@@ -459,6 +471,11 @@ class _Search:
         without = [self.paint(tuple(one for one in best.habits if one is not each)) for each in best.habits]
         lost = [max(0.0, _left(each) - _left(best)) if each else 0.0 for each in without]
         return tuple(best.explained * each / (sum(lost) or 1.0) for each in lost)
+
+    def rounding(self) -> float:
+        """Return how far off one thing in bf16 puts the reference's pictures at most, in 8-bit steps."""
+        done = [each for key in IN_BF16 if (each := self.done.get(_key(key)))]
+        return max((math.sqrt(float(self._squares(d.images, self.reference.images).mean())) for d in done), default=0.0)
 
     def ordered(self, best: Description) -> tuple[Description, ...]:
         """Return all but the reference, ``best`` first, then the nearest; pictures of the first alone."""

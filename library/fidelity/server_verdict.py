@@ -23,7 +23,8 @@ def headline(server: ServerResult) -> str:
     picture, verb = ("picture", "is") if count == 1 else (f"{count} pictures", "are")
     off = f"The server's {picture} {verb} {server.reference.distance:.1f} of 255 steps from the reference"
     if server.state == "same":
-        why = "no more than saving makes" if server.is_near(server.reference) else "too little to see"
+        little = "too little to see" if server.reference.is_unseen else "no more than bf16 somewhere makes"
+        why = "no more than saving makes" if server.is_near(server.reference) else little
         return f"{off}, {why}: the server paints what the reference paints."
     if server.state == "unexplained":
         return f"{off}; nothing that was tried explains it."
