@@ -479,7 +479,7 @@ class _Search:
 
     def ordered(self, best: Description) -> tuple[Description, ...]:
         """Return all but the reference, ``best`` first, then the nearest; pictures of the first alone."""
-        others = sorted((each for each in self.done.values() if each.habits and each is not best), key=_left)
+        others = sorted((each for each in self.done.values() if each.habits and each.changes != best.changes), key=_left)
         return (*([best] if best.habits else []), *(replace(each, images=()) for each in others))
 
 
