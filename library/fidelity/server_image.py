@@ -340,7 +340,7 @@ class _Search:
 
     def _refined(self, found: Description) -> Description:
         """Return ``found`` with the number of each habit that has one nearest to the pictures'."""
-        places = [place for place, habit in enumerate(found.habits) if can_be_refined(habit)]
+        places = [place for place, habit in enumerate(found.habits) if can_be_refined(habit)][::-1]  # the new one first
         for place in [*places, *places] if len(places) > 1 else places:
             ((name, _),) = found.habits[place].items()
             before, after = found.habits[:place], found.habits[place + 1 :]
@@ -479,7 +479,9 @@ class _Search:
 
     def ordered(self, best: Description) -> tuple[Description, ...]:
         """Return all but the reference, ``best`` first, then the nearest; pictures of the first alone."""
-        others = sorted((each for each in self.done.values() if each.habits and each.changes != best.changes), key=_left)
+        others = sorted(
+            (each for each in self.done.values() if each.habits and each.changes != best.changes), key=_left
+        )
         return (*([best] if best.habits else []), *(replace(each, images=()) for each in others))
 
 
