@@ -239,7 +239,7 @@ def explain_server(
         seconds = time.perf_counter() - began
         console.print(f"{runs} of {seconds / len(pictures):.1f} s: {seconds * _MOST_RUNS / 60:.1f} minutes at most")
         search.advance = progress("what the server does", _MOST_RUNS)
-        best = search.nearest(habits_of(models, declared, eval_set))
+        found = search.ordered(search.nearest(habits_of(models, declared, eval_set)))
     masks = [eval_set.border_mask(number) for number in range(len(pictures))]
     encoder, reference = models.image_encoder(REFERENCE), search.reference
     shift = [
@@ -259,10 +259,10 @@ def explain_server(
         steps=steps,
         painted=tuple(painted),
         reference=reference,
-        descriptions=search.ordered(best),
+        descriptions=found,
         floor=_rms(search.floors),
-        rivals=search.rivals(best),
-        parts=search.parts(best),
+        rivals=search.rivals(found[0]) if found else (),
+        parts=search.parts(found[0]) if found else (),
         declared=declared,
         trained=trained_level(eval_set),
         rounding=search.rounding(),
