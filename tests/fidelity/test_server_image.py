@@ -171,5 +171,9 @@ def test_the_tool_takes_pictures_and_writes_what_it_found(honest: list[Path], pl
     assert "1 server picture: at most 100 sampling runs" in said
     found = json.loads((place / "report" / "report.json").read_text())
     assert found["server"]["descriptions"][0]["words"] == "the reference"
-    assert "the server paints what the reference paints" in found["verdict"]["words"][0]
-    assert "Not looked at" not in " ".join(found["verdict"]["words"])
+    verdict = found["verdict"]  # painted with 32 tokens of a caption, the report has 512: nothing that is looked for
+    assert verdict["words"][0].startswith("The server's picture is ")
+    assert verdict["words"][0].endswith("nothing that was tried explains it.")
+    assert (verdict["cause"], verdict["alarm"]) == ("server", True)
+    assert verdict["findings"][0]["evidence"].startswith(verdict["words"][0])
+    assert "mask is grown" not in next(line for line in verdict["words"] if line.startswith("Not looked at"))
