@@ -268,7 +268,7 @@ def test_every_command_about_precision_runs(place: Path) -> None:
     )
     _run_page("docs/quantised_files.md", place, 5)
     _assert_written(place, "flux1-dev-fp8.safetensors", "FLUX.1-dev-fp8", "flux1-dev-musubi.safetensors")
-    _run_page("docs/precision.md", place, 9)
+    _run_page("docs/precision.md", place, 8)
     _assert_written(
         place,
         "door-fp8.safetensors",
@@ -278,7 +278,7 @@ def test_every_command_about_precision_runs(place: Path) -> None:
         "merged.safetensors",
         "FLUX.1-dev-compensated",
     )
-    _assert_written(place, "report/report.html", "output/taught/taught.safetensors")
+    _assert_written(place, "report/report.html")
     _run_page("docs/serving.md", place, 2)
     _assert_written(place, "flux1-dev-int8.safetensors", "style-int8.safetensors")
 
