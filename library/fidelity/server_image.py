@@ -68,6 +68,9 @@ _ROUNDING = 1 / math.sqrt(12)
 _NEAR = 1.5  # times the floor: as near as can be told
 _UNSEEN, _UNSEEN_BLOCK = 1.0, 3.0  # 8-bit steps that nobody sees, rms of a picture and of a block
 MOST = 0.9  # of the difference: a description that explains less explains nothing
+SURELY = 0.97  # where more is left than bf16 makes: two wrong numbers, fitted, have explained 93 %
+_MORE = 3.0  # times as much must be left with another seed
+_ANOTHER_SEED = 1009
 _ALL = 0.99  # that ends the search
 _REAL = 0.01  # of the difference: less is not worth a name
 BLOCK = 16
@@ -140,6 +143,7 @@ class ServerResult:
         parts: of each habit of the nearest, the share of the squared difference that it takes off.
         declared: what the deployment was said to do. trained: what the region is blanked with in training, in [-1, 1].
         rounding: how far something in bf16 puts the reference's pictures off, as another card or program may.
+        by_chance: share that the nearest explains with another seed.
         border: of the server's pictures. along, elsewhere: their rms distance from the reference within 8 pixels of
             the mask's border, and beyond, in 8-bit steps; NaN without one.
     """
@@ -155,6 +159,7 @@ class ServerResult:
     declared: Variant = REFERENCE
     trained: float | None = None
     rounding: float = 0.0
+    by_chance: float = 0.0
     border: Border | None = None
     along: float = math.nan
     elsewhere: float = math.nan
@@ -169,12 +174,18 @@ class ServerResult:
         """What can be said."""
         if self.reference.is_unseen or self.is_near(self.reference):
             return "same"
-        if self.nearest.explained < MOST:
+        if not self.is_named:
             return "same" if self.reference.distance <= self.rounding else "unexplained"
         precision, _ = described(self.declared)
         if all(name in precision and precision[name] == value for name, value in self.nearest.changes.items()):
             return "declared"
         return "tie" if self.rivals else "explained"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the nearest explains most, all but what bf16 makes, and much more than it does with another seed."""
+        small = self.nearest.explained >= SURELY or self.nearest.distance <= self.rounding
+        return self.nearest.explained >= MOST and small and 1 - self.by_chance > _MORE * self.unexplained
 
     @property
     def unexplained(self) -> float:
@@ -266,6 +277,7 @@ def explain_server(
         declared=declared,
         trained=trained_level(eval_set),
         rounding=search.rounding(),
+        by_chance=search.with_another_seed(found[0]) if found else 0.0,
         border=served.border,
         along=along,
         elsewhere=elsewhere,
@@ -479,10 +491,14 @@ class _Search:
 
     def ordered(self, best: Description) -> tuple[Description, ...]:
         """Return all but the reference, ``best`` first, then the nearest; pictures of the first alone."""
-        others = sorted(
-            (each for each in self.done.values() if each.habits and each.changes != best.changes), key=_left
-        )
-        return (*([best] if best.habits else []), *(replace(each, images=()) for each in others))
+        others = sorted((each for each in self.done.values() if each.changes not in ({}, best.changes)), key=_left)
+        first, *rest = [*([best] if best.habits else []), *others] or [best]
+        return (first, *(replace(each, images=()) for each in rest)) if first.habits else ()
+
+    def with_another_seed(self, best: Description) -> float:
+        """Return the share that ``best`` explains with another seed: what comes near without the noise is chance."""
+        images = self._run(best.changes | {"seed": _ANOTHER_SEED}).images
+        return self._judged(best, images).explained
 
 
 def _merged(habits: Sequence[Habit]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from library.fidelity.border import RING
 from library.fidelity.findings import REMEDIES, Finding, as_sentence
 from library.fidelity.remedies import Remedy
 from library.fidelity.server_habits import colour, described, words_of
-from library.fidelity.server_image import BLOCK, MOST, ServerResult
+from library.fidelity.server_image import BLOCK, SURELY, ServerResult
 
 
 def is_alarm(server: ServerResult) -> bool:
@@ -45,7 +45,7 @@ def sentences(server: ServerResult) -> list[str]:
         return found
     among = f"Of {counted(len(server.descriptions), 'description')} the nearest, {best.words}, explains"
     if server.state == "unexplained":
-        chance = f"wrong ones come as near by chance, so that less than {MOST:.0%} counts for nothing"
+        chance = f"wrong ones come as near by chance, so that less than {SURELY:.0%} counts for nothing"
         return [*found, f"{among} {max(0.0, best.explained):.0%}; {chance}"]
     other = next((each for each in server.descriptions[1:] if {*each.changes} != {*best.changes}), None)
     second = f"; the next, {other.words}, {max(0.0, other.explained):.0%}" if other else ""
