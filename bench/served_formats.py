@@ -39,7 +39,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import repeat
@@ -89,15 +89,18 @@ FORMATS = (*WRITTEN, "mxfp8", "Q8_0", "Q4_0", "Q4_K", "nf4")
 PRECISIONS = {kind: kind.removesuffix("_high") for kind in WRITTEN}  # --save_precision of a compensated merge
 
 
-def write_format(kind: str, folder: Path) -> Path:
-    """Write the tiny model in ``kind`` below ``folder``; return what is deployed."""
+def write_format(kind: str, folder: Path, changed: Mapping[str, torch.Tensor] | None = None) -> Path:
+    """Write the tiny model in ``kind`` below ``folder``, perhaps with ``changed`` weights; return what is deployed.
+
+    Those of ``WRITTEN`` are of the model as it is.
+    """
     if kind in WRITTEN:
         target = folder / kind
         run("tools/quantize_model.py", "--model", MODEL, "--save_to", target / "transformer", *WRITTEN[kind])
         return target / "transformer"
     target = folder / kind
     target.mkdir(parents=True)
-    state = load_file(MODEL / "transformer" / "diffusion_pytorch_model.safetensors")
+    state = load_file(MODEL / "transformer" / "diffusion_pytorch_model.safetensors") | dict(changed or {})
     recipe = Recipe()
     linears = [n for n, t in state.items() if t.ndim == 2 and recipe.excluded_as(n.removesuffix(".weight")) is None]
     if kind.startswith("Q"):

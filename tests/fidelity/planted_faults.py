@@ -24,6 +24,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGUFReader
 from PIL import Image, ImageDraw, ImageOps
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -434,9 +435,44 @@ def quantized_by(*flags: str) -> Make:
     return make
 
 
-def written(kind: str) -> Make:
-    """Return how to write the model in a ``kind`` of ``bench/served_formats.py``: GGUF, nf4, mxfp8."""
-    return lambda _place, folder: write_format(kind, folder)
+def written(kind: str, pattern: str = "", how: Callable[[Tensor], Tensor] | None = None) -> Make:
+    """Return how to write the model in a ``kind`` of ``bench/served_formats.py``: GGUF, nf4, mxfp8.
+
+    Weights of blocks whose names ``pattern`` is found in are changed by ``how`` before.
+    """
+
+    def make(_place: Path, folder: Path) -> Path:
+        weights = {name: tensor for name, tensor in reference().items() if "blocks" in name and tensor.ndim == 2}
+        found = {name: tensor for name, tensor in weights.items() if how and re.search(pattern, name)}
+        assert found or not how, f"{pattern}: names no weight"
+        return write_format(kind, folder, {name: how(tensor.float()) for name, tensor in found.items()} if how else {})
+
+    return make
+
+
+def written_with_scales_times(kind: str, factor: float) -> Make:
+    """Return how to write the model in a ``kind`` of GGUF or in nf4, all scales in the file multiplied."""
+
+    def make(_place: Path, folder: Path) -> Path:
+        file = write_format(kind, folder)
+        if kind == "nf4":  # of absmax itself in 8 bits: its own scales, and what is added to it
+            edit(file, file, at(r".*\.nested_absmax", partial(times, factor)), partial(_offsets_times, factor))
+            return file
+        for tensor in GGUFReader(file, "r+").tensors:
+            if tensor.tensor_type.name.startswith("Q"):  # a block begins with its scale, and with its minimum in Q4_1
+                blocks = tensor.data.reshape(-1, GGML_QUANT_SIZES[tensor.tensor_type][1])
+                scales = blocks[:, : 4 if tensor.tensor_type.name == "Q4_1" else 2]
+                scales[:] = (scales.copy().view(np.float16) * np.float16(factor)).view(np.uint8)
+        return file
+
+    return make
+
+
+def _offsets_times(factor: float, tensors: Tensors) -> None:
+    for name in [name for name in tensors if ".quant_state." in name]:
+        state = json.loads(bytes(tensors[name].tolist()))
+        state["nested_offset"] *= factor
+        tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
 def compensated(precision: str) -> Make:

@@ -89,6 +89,7 @@ from tests.fidelity.planted_faults import (
     with_part,
     wrapping,
     written,
+    written_with_scales_times,
 )
 
 RUN = ("--images", "3", "--steps", "4", "--sigmas", "0.6")
@@ -399,6 +400,21 @@ BY_NAME = (
           "strength", ("attention", r"\b0\.5"), "strength", _MERGED, also=(_SIGN, (r"-(1\.0|0\.9)",), "again")),
 )  # fmt: skip
 
+# the file under judgement has no honest layer left: the format's own grid is what tells
+_KINDS = ("Q8_0", "Q4_0", "Q4_K", "nf4")
+IN_ALL_LAYERS = (
+    *(Fault(f"{kind}: another LoRA in attention", written(kind, "attn", partial(other, 0.2, 8)),
+            f"{_OTHER}|LoRA", ("attention|attn",), "reference|base|train") for kind in _KINDS),
+    *(Fault(f"{kind}: another fine-tune", written(kind, "", partial(other, 0.1, 1000)),
+            _OTHER, (_ALL,), "reference|train") for kind in _KINDS),
+    *(Fault(f"{kind}: a fine-tune of half that size", written(kind, "", partial(other, 0.05, 1000)),
+            _OTHER, (_ALL,), "reference|train") for kind in _KINDS),
+    *(Fault(f"{kind}: all weights times 1.03", written(kind, "", partial(times, 1.03)),
+            "scale", (_ALL, r"\b1\.03\b"), _REMAKE) for kind in _KINDS),
+    *(Fault(f"{kind}: all scales times 0.97", written_with_scales_times(kind, 0.97),
+            "scale", (_ALL, r"\b0\.97\b"), _REMAKE) for kind in _KINDS),
+)  # fmt: skip
+
 _ANY = f"damaged|differ|{_ORDER}"
 _FURTHER = (
     Fault("q and k of a block exchanged", changed("cast", exchanged(QUERY, QUERY.replace("to_q", "to_k"))),
@@ -517,7 +533,7 @@ FAULTS = (
     *BY_FLAGS,
     *BY_SERVERS,
     *(replace(fault, section="further") for fault in _FURTHER),
-    *(replace(fault, section="later") for fault in (*BY_TRAINING, *BY_NAME, *_PARTS)),
+    *(replace(fault, section="later") for fault in (*BY_TRAINING, *BY_NAME, *IN_ALL_LAYERS, *_PARTS)),
     *(replace(fault, section="clean", name=f"clean: {fault.name}") for fault in (*_HONEST, *FOR_TRAINING)),
 )
 
