@@ -26,6 +26,7 @@ from library.precision.recipe import KINDS
 WORTH_MENDING = 0.05  # of the squared error: what makes less is no reason to do anything
 _STRENGTH = 0.05
 _GROUPS_SAID = 3  # of tensors with one cause and other numbers
+_PERCENT = re.compile(r"[\d.]+%")
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 Size = Literal["real", "small", "cannot tell"]
 
@@ -212,9 +213,9 @@ def _evidence(fault: str, found: Sequence[TensorRow], rows: Sequence[TensorRow])
         return f"{where(found)}: in the median {median(row.error for row in found):.1%} off"
     by_words: dict[str, list[TensorRow]] = {}
     for row in sorted(found, key=lambda row: -row.error):
-        by_words.setdefault(row.diagnosis, []).append(row)
-    if len(by_words) <= _GROUPS_SAID:
-        return "; ".join(f"{where(rows)}: {words}" for words, rows in by_words.items())
+        by_words.setdefault(_PERCENT.sub("", row.diagnosis), []).append(row)
+    if len(by_words) <= _GROUPS_SAID:  # of those that differ by how much alone, the median's words
+        return "; ".join(f"{where(rows)}: {rows[len(rows) // 2].diagnosis}" for rows in by_words.values())
     worst = max(found, key=lambda row: row.error)
     return f"{where(found)}: {worst.diagnosis} (in {worst.name}, the worst)"
 

@@ -404,7 +404,7 @@ BY_NAME = (
 _KINDS = ("Q8_0", "Q4_0", "Q4_K", "nf4")
 IN_ALL_LAYERS = (
     *(Fault(f"{kind}: another LoRA in attention", written(kind, "attn", partial(other, 0.2, 8)),
-            f"{_OTHER}|LoRA", ("attention|attn",), "reference|base|train") for kind in _KINDS),
+            f"{_OTHER}|LoRA", ("all 28 weights of attention",), "reference|base|train") for kind in _KINDS),
     *(Fault(f"{kind}: another fine-tune", written(kind, "", partial(other, 0.1, 1000)),
             _OTHER, (_ALL,), "reference|train") for kind in _KINDS),
     *(Fault(f"{kind}: a fine-tune of half that size", written(kind, "", partial(other, 0.05, 1000)),

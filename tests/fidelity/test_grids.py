@@ -217,6 +217,7 @@ def test_an_honest_deployment_gives_no_finding(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # 245 comparisons
 def test_two_hundred_honest_deployments_give_no_finding() -> None:
     """The figure of docs/benchmarks.md: formats x distributions x seeds."""
     found = {
