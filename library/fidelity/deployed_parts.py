@@ -12,13 +12,12 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from library.checksums import weights_fingerprint
@@ -37,6 +36,12 @@ _SAME = 1e-5  # relative rms: a hundredth of what rounding to bf16 changes
 # nothing is computed from the VAE's two here; the last is a guidance that is ignored
 _NOT_COMPARED = ("sample_size", "force_upcast", "guidance_embeds")
 _OF_FILES = ("dtype", "torch_dtype", "transformers_version", "architectures", "model_type")  # of a config, no settings
+_SAME_EFFECTS = {
+    "tokenizer": "these captions get the same tokens, or tokens that do the same",
+    "text": "these captions get the same embeddings",
+    "vae": "these images get the same latents, and back",
+    "shift": "these images are sampled at the same noise levels",
+}
 # beside the dataset's captions: the empty prompt, and what few captions have
 _PROBES = (
     "",
@@ -63,27 +68,25 @@ def complete(models: Models, variant: Variant) -> Variant:
     if (folder := models.folder) is not None:
         _check_whole(folder)
         layout, own, files = folder.layout, models.family.files, folder.files
-        of_text = [getattr(family, "text_settings", ()) for family in (models.family, folder)]
-        pairs = list(zip(layout.text_encoders, own.text_encoders, files.text_encoders, strict=True))
-        others = [
-            (part.option, str(b)) for part, a, b in pairs if _differ(a, b) or (a != b and of_text[0] != of_text[1])
-        ]
-        if others and not (variant.text and variant.text.options):
-            text = replace(variant.text or Served(), options=tuple(others))
-            inside = lost and _holds_the_lora(models, text)
-            variant, lost = (variant, False) if inside else (replace(variant, text=text), lost)
-        triples = zip(layout.tokenizers, own.tokenizers, files.tokenizers, strict=True)
-        if tokenizers := [(part.option, str(b)) for part, a, b in triples if _differ(Path(a), Path(b))]:
-            variant = replace(variant, tokenizer=Served(tuple(tokenizers)))
-        vae = variant.vae or Served()
-        if not vae.options and _differ(own.vae, files.vae):
-            variant = replace(variant, vae=replace(vae, options=((layout.vae.option, str(files.vae)),)))
-        if variant.shift is None and _schedulers(models):
-            variant = replace(variant, shift="deployed")
-        if variant.guidance is None and _ignores_guidance(models):
-            variant = replace(variant, guidance="ignored")
-        if _configs(models):
-            variant = replace(variant, configs=True)
+        settings = [getattr(family, "text_settings", ()) for family in (models.family, folder)]
+        others = {
+            "text": _others(layout.text_encoders, own.text_encoders, files.text_encoders, settings[0] != settings[1]),
+            "tokenizer": _others(layout.tokenizers, own.tokenizers, files.tokenizers),
+            "vae": _others([layout.vae], [own.vae], [files.vae]),
+        }
+        for cause, options in others.items():
+            said: Served = getattr(variant, cause) or Served()
+            served = replace(said, options=options)
+            if not options or said.options:
+                continue
+            if cause == "text" and lost and _holds_the_lora(models, served):
+                lost = False
+            else:
+                variant = replace(variant, **cast(Any, {cause: served}))
+        for change in ({"shift": "deployed"}, {"guidance": "ignored"}, {"configs": True}):
+            (cause,), changed = change, replace(variant, **cast(Any, change))
+            if cause not in variant.changes() and fields(models, changed, cause):
+                variant = changed
     if lost and variant.text is None and not variant.lora_without:
         variant = replace(variant, lora_without=("^text_encoder",))
     return variant
@@ -99,17 +102,23 @@ def _check_whole(folder: Family) -> None:
             raise UserError(f"{root / name}: not there, and {folder.files.index.name} names it; copy it from the model")
 
 
-def _differ(one: Path, other: Path) -> bool:
-    """Return whether the files of a part are others: weights, config, or all of a tokenizer's."""
-    if one == other:
-        return False
-    return not one.exists() or weights_fingerprint(one) != weights_fingerprint(other) or _config(one) != _config(other)
+def _others(
+    parts: Sequence[Any], own: Sequence[Any], served: Sequence[Any], read_otherwise: bool = False
+) -> tuple[tuple[str, str], ...]:
+    """Return option and place of those ``parts`` whose files differ: weights, config, or all of a tokenizer's."""
+
+    def differ(one: Path, other: Path) -> bool:
+        if one == other or read_otherwise or not one.exists():
+            return one != other
+        return weights_fingerprint(one) != weights_fingerprint(other) or _config(one) != _config(other)
+
+    triples = zip(parts, own, served, strict=True)
+    return tuple((part.option, str(b)) for part, a, b in triples if differ(Path(a), Path(b)))
 
 
 def _config(path: Path) -> dict[str, Any]:
     """Return the settings of a folder's config.json, of a text encoder's the language model's; none of a file."""
-    known = read_config(path) if (path / "config.json").is_file() else {}
-    return _settings(known)
+    return _settings(read_config(path) if (path / "config.json").is_file() else {})
 
 
 def _settings(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,10 +130,11 @@ def _holds_the_lora(models: Models, text: Served) -> bool:
     """Return whether the encoders ``text`` are the reference's with the LoRA's part merged in, and nothing else."""
     pairs = zip(*(models.text_encoder(each).models().items() for each in (REFERENCE, Variant(text=text))), strict=True)
     for (component, high), (_, served) in pairs:
-        updates = {n.removeprefix(f"{component}."): each for n, each in models.loras.get(component, {}).items()}
+        loras = models.loras.get(component, {})
+        updates = {f"{name.removeprefix(f'{component}.')}.weight": each for name, each in loras.items()}
         found = dict(served.named_parameters())
         for name, parameter in high.named_parameters():
-            update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+            update = updates.get(name)
             wanted = parameter.detach().float() + (0 if update is None else update.delta().to(parameter.device))
             if name not in found or not same_in_bf16(found[name].detach().float(), wanted):
                 return False
@@ -146,85 +156,61 @@ def settle(models: Models, variant: Variant, calibration: Calibration, steps: in
     ``steps``: of the sampling runs; 0 for none. A deployed folder's part that is the reference's has an empty line.
 
     Raises:
-        UserError: a part cannot be used.
+        UserError: a part cannot be used; it names the part, and what its config says otherwise.
     """
-    same = dict.fromkeys(("tokenizer", "text", "vae", "shift", "configs"), "") if models.folder is not None else {}
+    same = dict.fromkeys((*_SAME_EFFECTS, "configs"), "") if models.folder is not None else {}
     same = {cause: line for cause, line in same.items() if cause not in variant.changes()}
-    effects = {
-        "tokenizer": (_reads_alike, "these captions get the same tokens, or tokens that do the same"),
-        "text": (_encodes_alike, "these captions get the same embeddings"),
-        "vae": (_paints_alike, "these images get the same latents, and back"),
-        "shift": (_steps_alike, "these images are sampled at the same noise levels"),
-    }
-    for cause, (is_same, effect) in effects.items():
-        if cause not in variant.changes():
-            continue
-        with _used(models, variant, cause):
-            if is_same(models, variant.only(cause), calibration, steps):
-                same[cause] = f"{words(models, variant, cause, captions_of(calibration))}: {effect}"
+    for cause in (each for each in _SAME_EFFECTS if each in variant.changes()):
+        try:
+            if _does_alike(models, variant.only(cause), cause, calibration, steps):
+                same[cause] = f"{words(models, variant, cause, captions_of(calibration))}: {_SAME_EFFECTS[cause]}"
                 variant = variant.without(cause)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever transformers, diffusers and torch raise for a config
+            said = "; ".join(fields(models, variant, cause)) or "its config is the reference's"
+            place = f"{models.deployed.name}: {models.words(cause, getattr(variant, cause))}"
+            raise UserError(f"{place} cannot be used ({said}): {reason_of(error)}") from error
     return variant, same
 
 
-@contextmanager
-def _used(models: Models, variant: Variant, cause: str) -> Iterator[None]:
-    """Let what makes a part unusable be one line that names the part, and what its config says otherwise."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (UserError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError,
-            StrictDataclassError) as error:  # fmt: skip
-        said = "; ".join(fields(models, variant, cause)) or "its config is the reference's"
-        place = f"{models.deployed.name}: {models.words(cause, getattr(variant, cause))}"
-        raise UserError(f"{place} cannot be used ({said}): {reason_of(error)}") from error
+def _does_alike(models: Models, variant: Variant, cause: str, calibration: Calibration, steps: int) -> bool:
+    if cause == "tokenizer":
+        others, measured = _read_otherwise(models, variant, calibration), {s.text.caption for s in calibration.sources}
+        if not others or not others & measured:  # else it may be filling that nothing sees
+            return not others
+    high, served = (_made(models, each, cause, calibration, steps) for each in (REFERENCE, variant))
+    shapes = [[each.shape for each in tensors] for tensors in (high, served)]
+    return shapes[0] == shapes[1] and all(relative_error([a], [b]) < _SAME for a, b in zip(high, served, strict=True))
 
 
-def _reads_alike(models: Models, variant: Variant, calibration: Calibration, steps: int) -> bool:
+def _read_otherwise(models: Models, variant: Variant, calibration: Calibration) -> set[str]:
+    """Return the captions that get other tokens.
+
+    Raises:
+        UserError: a token that the encoder does not know.
+    """
     high, served = (models.text_encoder(each) for each in (REFERENCE, variant))
-    found = {caption: (high.ids(caption), served.ids(caption)) for caption in captions_of(calibration)}
-    if all(a == b for a, b in found.values()):
-        return True
-    largest = {name: max(max(ids[name]) for _, ids in found.values()) for name in served.tokenizers}
-    for name, encoder in high.models().items():
-        if largest[name] >= (known := encoder.get_input_embeddings().num_embeddings):
-            raise UserError(f"token {largest[name]} of {known} that {name} knows; give that encoder's own tokenizer")
-    others = {
-        source.text.caption
-        for source in calibration.sources
-        if (ids := found.get(source.text.caption)) and ids[0] != ids[1]
-    }
-    return bool(others) and _encodes_alike(models, variant, calibration, steps)  # filling that nothing sees
+    others = {each: ids for each in captions_of(calibration) if (ids := served.ids(each)) != high.ids(each)}
+    for name, encoder in high.models().items() if others else ():
+        largest = max(max(ids[name]) for ids in others.values())
+        if largest >= (known := encoder.get_input_embeddings().num_embeddings):
+            raise UserError(f"token {largest} of {known} that {name} knows; give that encoder's own tokenizer")
+    return {*others}
 
 
-def _encodes_alike(models: Models, variant: Variant, calibration: Calibration, steps: int) -> bool:
-    jobs = [source.text for source in calibration.sources]
-    high, served = (models.texts(each, jobs, changed=True) or [] for each in (REFERENCE, variant))
-    return all(_alike([*a.values()], [*b.values()]) for a, b in zip(high, served, strict=True))
-
-
-def _paints_alike(models: Models, variant: Variant, calibration: Calibration, steps: int) -> bool:
-    high, served = (models.image_encoder(each) for each in (REFERENCE, variant))
-    for source in calibration.sources:
-        image = source.pixels().image[None]
-        latents = high.encode(image)
-        if not _alike([latents, high.decode(latents)], [served.encode(image), served.decode(latents)]):
-            return False
-    return True
-
-
-def _steps_alike(models: Models, variant: Variant, calibration: Calibration, steps: int) -> bool:
-    sizes = {batch.latents.shape[-2:].numel() for batch in (*calibration.fit, *calibration.check)}
-    levels = [
-        [torch.tensor(models.sigmas(each, steps or 4, size // models.family.patch_size**2)) for size in sizes]
-        for each in (REFERENCE, variant)
-    ]
-    return _alike(*levels) and models.timestep_scale(variant) == 1
-
-
-def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    shapes = [[each.shape for each in tensors] for tensors in (one, other)]
-    return shapes[0] == shapes[1] and relative_error(one, other) < _SAME
+def _made(models: Models, variant: Variant, cause: str, calibration: Calibration, steps: int) -> list[Tensor]:
+    """Return what a part makes of the calibration's images: latents and pixels, noise levels, or embeddings."""
+    if cause == "vae":
+        encoder = models.image_encoder(variant)
+        latents = [encoder.encode(source.pixels().image[None]) for source in calibration.sources]
+        return [*latents, *map(encoder.decode, latents)]
+    if cause == "shift":
+        sizes = sorted({batch.latents.shape[-2:].numel() for batch in (*calibration.fit, *calibration.check)})
+        levels = (models.sigmas(variant, steps or 4, size // models.family.patch_size**2) for size in sizes)
+        return [torch.tensor(models.timestep_scale(variant)), *map(torch.tensor, levels)]
+    found = models.texts(variant, [source.text for source in calibration.sources], changed=True) or []
+    return [tensor for each in found for tensor in each.values()]
 
 
 # In words.
@@ -236,88 +222,66 @@ def words(models: Models, variant: Variant, cause: str, captions: Sequence[str] 
     ``captions``: of the dataset, which a tokenizer is compared on.
     """
     value, said = getattr(variant, cause), fields(models, variant, cause)
-    if cause == "configs" or value == "deployed":
-        return "; ".join(said)
-    text = [models.words(cause, value)]
+    text = [] if cause == "configs" or value == "deployed" else [models.words(cause, value)]
     if cause == "tokenizer":
         text += _tokens(models, variant, captions)
-    elif cause == "text":
-        one, other = (models.text_encoder(each) for each in (REFERENCE, variant))
-        text += _changed("model_index.json", *({"layers": getattr(each, "layers", ())} for each in (one, other)))
-        for (name, high), served in zip(one.models().items(), other.models().values(), strict=True):
-            text.append(f"{name}: {module_difference(high, served) or 'the same weights'}")
-            text += _changed(f"{name} config", *(_settings(each.config.to_dict()) for each in (high, served)))
-        return "; ".join(text)
     elif cause == "vae":
         text.append(module_difference(*(models.image_encoder(each).vae for each in (REFERENCE, variant))))
+    elif cause == "text":
+        one, other = (models.text_encoder(each) for each in (REFERENCE, variant))
+        said = _changed("model_index.json", *({"layers": getattr(each, "layers", ())} for each in (one, other)))
+        for (name, high), served in zip(one.models().items(), other.models().values(), strict=True):
+            said.append(f"{name}: {module_difference(high, served) or 'the same weights'}")
+            said += _changed(f"{name} config", *(_settings(each.config.to_dict()) for each in (high, served)))
     return "; ".join(filter(None, [*text, *said]))
 
 
 def _tokens(models: Models, variant: Variant, captions: Sequence[str]) -> Iterator[str]:
     """Yield how many captions get other tokens, and the first of them, of each tokenizer of ``variant``."""
-    high, served = (models.text_encoder(each) for each in (REFERENCE, variant))
-    ids = {caption: (high.ids(caption), served.ids(caption)) for caption in (*captions, *_PROBES)}
-    for part, name in zip(models.family.layout.tokenizers, served.tokenizers, strict=True):
+    encoders = [models.text_encoder(each) for each in (REFERENCE, variant)]
+    ids = {caption: [each.ids(caption) for each in encoders] for caption in (*captions, *_PROBES)}
+    for part, name in zip(models.family.layout.tokenizers, encoders[1].tokenizers, strict=True):
         others = [caption for caption, (a, b) in ids.items() if a[name] != b[name]]
         if not others:
             continue
-        rows = [each[name] for each in ids[others[0]]]
-        place = next((i for i, tokens in enumerate(zip(*rows, strict=False)) if len({*tokens}) > 1), None)
-
-        def said(encoder: Any, row: list[int], name: str = name, place: int | None = place) -> str:
-            known = encoder.tokenizers[name].convert_ids_to_tokens
-            return f"{len(row)} tokens" if place is None else f"{row[place]} ({known(row[place])})"
-
+        rows = zip_longest(*(each[name] for each in ids[others[0]]))
+        place, tokens = next((place, tokens) for place, tokens in enumerate(rows) if tokens[0] != tokens[1])
+        own, found = (
+            "none" if token is None else f"{token} ({encoder.tokenizers[name].convert_ids_to_tokens(token)})"
+            for encoder, token in zip(encoders, tokens, strict=True)
+        )
         number = f"{len({*others} & {*captions})} of {counted(len(captions), 'caption')}"
-        where = f"of {others[0][:40]!r}" + (f" token {place}" if place is not None else "")
-        yield f"{part.folder}: other tokens for {number}; {where} is {said(served, rows[1])}, not {said(high, rows[0])}"
+        where = f"of {others[0][:40]!r} token {place}"
+        yield f"{part.folder}: other tokens for {number}; {where} is {found}, not {own}"
 
 
 def fields(models: Models, variant: Variant, cause: str) -> list[str]:
     """Return what the configs of a part say otherwise, key by key; nothing is loaded but tokenizers."""
-    own, value = models.family, getattr(variant, cause)
-    if cause == "configs":
-        return _configs(models)
-    if cause == "shift" and value == "deployed":
-        return _schedulers(models)
-    if cause == "guidance" and value == "ignored" and _ignores_guidance(models):
+    own, folder, value = models.family, models.folder, getattr(variant, cause)
+    if folder is not None and cause == "configs":
+        configs = (family.files.transformer_config for family in (own, folder))
+        return _of_class("transformer", own.transformer_class, *configs)
+    if folder is not None and value == "deployed":
+        return _changed("scheduler", *(_settings(family.scheduler().config) for family in (own, folder)))
+    if folder is not None and value == "ignored" and own.guidance_input and not folder.guidance_input:
         return ["transformer config guidance_embeds False instead of True"]
     if cause == "tokenizer":
-        pairs = zip(*(models.text_encoder(each).tokenizers.items() for each in (REFERENCE, variant)), strict=True)
+        pairs = zip(*(models.text_encoder(each).tokenizers.values() for each in (REFERENCE, variant)), strict=True)
         places = zip(own.layout.tokenizers, pairs, strict=True)
-        return [each for part, ((_, a), (_, b)) in places for each in _changed(part.folder, *map(_tokenizer, (a, b)))]
+        return [each for part, pair in places for each in _changed(part.folder, *map(_tokenizer, pair))]
     if cause not in ("text", "vae"):
         return []
     served = models.part_family(value)
     if cause == "vae":
-        return _of_class("VAE", own.image_encoder.autoencoder, *map(_vae_config, (own, served)))
+        described = (each.image_encoder.describe(WeightFiles(each.files.vae))[0] for each in (own, served))
+        return _of_class("VAE", own.image_encoder.autoencoder, *described)
     triples = zip(own.layout.text_encoders, own.files.text_encoders, served.files.text_encoders, strict=True)
     return [each for part, a, b in triples for each in _changed(f"{part.folder} config", _config(a), _config(b))]
 
 
-def _ignores_guidance(models: Models) -> bool:
-    """Return whether the deployed folder's config says that there is no guidance input, and the reference has one."""
-    return models.folder is not None and models.family.guidance_input and not models.folder.guidance_input
-
-
-def _configs(models: Models) -> list[str]:
-    """Return how the deployed folder's config of the transformer differs, key by key."""
-    if models.folder is None:
-        return []
-    high, served = (family.files.transformer_config for family in (models.family, models.folder))
-    return _of_class("transformer", models.family.transformer_class, high, served)
-
-
-def _schedulers(models: Models) -> list[str]:
-    """Return how the deployed folder's scheduler differs, key by key."""
-    high, served = (_settings(family.scheduler().config) for family in (models.family, models.deployed_family))
-    return _changed("scheduler", high, served)
-
-
 def _of_class(title: str, kind: Any, high: Mapping[str, Any], served: Mapping[str, Any]) -> list[str]:
     """Return which arguments of a class two configs say otherwise; what one does not say is the default."""
-    defaults = {n: p.default for n, p in inspect.signature(kind.__init__).parameters.items() if n != "self"}
-    known = {key: value for key, value in defaults.items() if key not in _NOT_COMPARED}
+    known = {key: each.default for key, each in inspect.signature(kind).parameters.items() if key not in _NOT_COMPARED}
     return _changed(title, *({key: each.get(key, known[key]) for key in known} for each in (high, served)))
 
 
@@ -339,7 +303,3 @@ def _tokenizer(tokenizer: Any) -> dict[str, Any]:
     sizes = {key: getattr(tokenizer, key) for key in ("padding_side", "truncation_side", "model_max_length")}
     model = {"vocabulary": backend["model"].get("vocab"), "merges": backend["model"].get("merges")}
     return model | rules | sizes | {key: str(each) for key, each in tokenizer.special_tokens_map.items()}
-
-
-def _vae_config(family: Family) -> dict[str, Any]:
-    return family.image_encoder.describe(WeightFiles(family.files.vae))[0]
