@@ -25,6 +25,7 @@ from torch import Tensor
 
 from library.config.model_types import Blank
 from library.fidelity import SERVERS
+from library.files import read_toml
 from library.models.layer_names import KeyPlace, LoraTargets
 from library.precision.names import LayoutKind
 from library.safetensors_io import read_entries
@@ -39,7 +40,7 @@ SUMMED_IN: dict[Merge, torch.dtype] = {  # the dtype that a LoRA's update is mad
     "stochastic_fp16": torch.float16,
     "unrounded": torch.bfloat16,
 }
-_COMFY: tuple[LayoutKind, ...] = ("comfy_scaled", "comfy_quant")
+_TABLES = read_toml(Path(__file__).with_name("servers.toml"))[0]
 
 
 @dataclass(frozen=True)
@@ -56,27 +57,17 @@ class Inputs:
     """What a program gives a model by itself: where no node, argument or flag of the report says otherwise.
 
     Attributes:
-        blank: under the mask of a fill model. mask: how that model is given it, in words.
-        guidance, shift: in words. t5_tokens: that FLUX's T5 is given of a caption, padded.
+        blank: under the mask of a fill model. t5_tokens: that FLUX's T5 is given of a caption, padded.
+        others: the mask of a fill model, guidance and shift, in words.
     """
 
     blank: Blank
-    mask: str
-    guidance: str
-    shift: str
+    others: str
     t5_tokens: int
 
     def words(self) -> str:
         """Return them for people."""
-        words = f"blank {self.blank}; mask {self.mask}; guidance {self.guidance}; shift {self.shift}"
-        return f"{words}; FLUX's T5 at {self.t5_tokens} tokens"
-
-
-# ComfyUI: nodes.py InpaintModelConditioning; comfy/model_base.py Flux, comfy/model_sampling.py ModelSamplingFlux;
-# comfy/text_encoders/flux.py T5XXLTokenizer, which pads to 256 and cuts nothing off
-_COMFYUI = Inputs("grey", "as it is, soft values too", "3.5 without FluxGuidance", "1.15 of FLUX at every size", 256)
-# diffusers: pipeline_flux_fill.py, whose VaeImageProcessor has do_binarize
-_DIFFUSERS = Inputs("grey", "binarised at one half", "the pipeline's (Fill: 30)", "the folder's scheduler", 512)
+        return f"blank {self.blank}; {self.others}; FLUX's T5 at {self.t5_tokens} tokens"
 
 
 @dataclass(frozen=True)
@@ -92,8 +83,8 @@ class Server:
     name: str
     words: str
     gives: Inputs
-    merges: tuple[Merging, ...] = ()
-    heeds: tuple[LayoutKind, ...] = ()
+    merges: tuple[Merging, ...]
+    heeds: tuple[LayoutKind, ...]
 
     @property
     def is_comfyui(self) -> bool:
@@ -101,30 +92,14 @@ class Server:
         return self.name.startswith("comfyui")
 
 
-_ROWS = (
-    Server(
-        "comfyui",
-        "ComfyUI, Load LoRA, dynamic VRAM",
-        _COMFYUI,
-        (
-            Merging("first use of a layer that stays in memory", "unrounded", one_step=True),
-            Merging("resident: the same layer afterwards", "stochastic"),
-            Merging("streamed: a layer that does not fit", "unrounded"),
-        ),
-        _COMFY,
-    ),
-    Server("comfyui-bypass", "ComfyUI, Load LoRA (Bypass)", _COMFYUI, (), _COMFY),
-    Server(
-        "comfyui-legacy",
-        "ComfyUI, Load LoRA, --disable-dynamic-vram",
-        _COMFYUI,
-        (Merging("merged when it is loaded", "stochastic_fp16"),),
-        _COMFY,
-    ),
-    Server("diffusers", "diffusers, load_lora_weights", _DIFFUSERS, (), ("rows", "modelopt")),
-    Server("gguf", "ComfyUI-GGUF", _COMFYUI, (Merging("merged at every use", "unrounded"),)),
-)
-BY_NAME = dict(zip(SERVERS, _ROWS, strict=True))
+def _server(name: str) -> Server:
+    """Return the row ``name`` of ``servers.toml``."""
+    row = _TABLES["servers"][name]
+    merges = tuple(Merging(**each) for each in row["merges"])
+    return Server(name, row["words"], Inputs(**_TABLES["gives"][row["gives"]]), merges, tuple(row["heeds"]))
+
+
+BY_NAME = {name: _server(name) for name in SERVERS}
 
 
 def usual_server(layout: LayoutKind | None) -> Server:
@@ -132,7 +107,7 @@ def usual_server(layout: LayoutKind | None) -> Server:
 
     musubi-tuner's files are run by nothing but itself, which dequantises them.
     """
-    if layout in ("plain", *_COMFY):
+    if layout in ("plain", "comfy_scaled", "comfy_quant"):
         return BY_NAME["comfyui"]
     return BY_NAME["gguf" if layout == "gguf" else "diffusers"]
 
