@@ -243,11 +243,8 @@ def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPla
     device, dtype = device_and_dtype(options.mixed_precision)
     config, scale = model_config(options, model), options.guidance_scale
     loras = getattr(options, "lora", None) or []
-    sources = [
-        lora_source(each) if isinstance(each, str) else each for each in ([loras] if isinstance(loras, Path) else loras)
-    ]
-    loras = [each if isinstance(each, Path) else each.path for each in sources]
-    trained, row = TrainedLora.read(loras), MODEL_TYPES[config.model_type]
+    loras = [loras] if isinstance(loras, Path) else [lora_source(x) if isinstance(x, str) else x for x in loras]
+    trained, row = TrainedLora.read([getattr(x, "path", x) for x in loras]), MODEL_TYPES[config.model_type]
     if trained.said.t5_tokens and "t5xxl" in row.files:
         config = config.model_copy(update={"t5xxl_max_token_length": trained.said.t5_tokens})
     if scale is None:

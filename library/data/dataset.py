@@ -27,7 +27,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from library.config.model_types import Blank
 from library.config.schema import PreservationConfig
 from library.data.batches import ALL, CachedDataset, CaptionPreservation, DataParallelRank, EpochBatchSampler, has_mask
 from library.data.buckets import ControlSizing
@@ -239,11 +238,6 @@ class TrainingData:
     def control_sizing(self) -> ControlSizing:
         """How control images are sized; of several datasets as in the first."""
         return control_sizing(self.config.datasets[0])
-
-    @property
-    def inpaint_blanks(self) -> tuple[Blank, ...]:
-        """As :attr:`DatasetConfig.inpaint_blanks`."""
-        return self.config.inpaint_blanks
 
     @property
     def has_regions(self) -> bool:

@@ -133,15 +133,13 @@ class CalibrationPlan:
         arguments = DatasetArguments(dataset_config=options.dataset_config, cache_directory=options.cache_directory)
         dataset = load_dataset_config(options.dataset_config, arguments, family.conditioning)
         dataset, remark = options.trained.blanked(dataset)
-        remarks = [remark] if remark else []
+        if remark:
+            console.print(f"note: {remark}")
         told, usual = options.trained.said.guidance, family_defaults(family.name).get("guidance_scale")
         if family.guidance_input and told not in (None, usual, options.guidance_scale):
             names = ", ".join(options.trained.names)
-            remarks.append(
-                f"run at guidance {options.guidance_scale:g} (--guidance_scale); {names}: trained at {told:g}"
-            )
-        for remark in remarks:
-            console.print(f"note: {remark}")
+            taken = f"run at guidance {options.guidance_scale:g} (--guidance_scale)"
+            console.print(f"note: {taken}; {names}: trained at {told:g}")
         data = build_dataset(dataset, options.seed, image_encoder.pixel_multiple, image_encoder.latent_factor)
         check_masks(data, options.masked_loss)
         with counting(console) as progress:

@@ -56,7 +56,7 @@ def as_program_gives(models: Models, variant: Variant, calibration: Calibration)
     What a flag says of a thing stands; where that is what training had, it is no change. ``models`` is told the
     conditions of training, for its words.
     """
-    options, blanks = calibration.plan.options, calibration.data.inpaint_blanks
+    options, blanks = calibration.plan.options, calibration.data.config.inpaint_blanks
     trained, program, family = options.trained.said, models.server.gives, models.family
     if blanks and variant.blank is None:
         variant = replace(variant, blank=program.blank)

@@ -26,9 +26,11 @@ catch every block's. Ours therefore begin with ``^``.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
+import operator
 import re
 import struct
 from collections import Counter
@@ -36,6 +38,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 from torch import Tensor
@@ -132,27 +135,21 @@ def trained_on(metadata: Mapping[str, str]) -> TrainedOn:
     OneTrainer blanks with grey (MGDS 'GenerateMaskedConditioningImage'), whatever it writes. ai-toolkit and SimpleTuner
     write none of these.
     """
-    theirs = _json_object(metadata.get("ot_config", ""))
+
+    def said(text: str, *keys: str) -> Any:
+        try:
+            return functools.reduce(operator.getitem, keys, json.loads(metadata.get(text, "")))  # type: ignore[arg-type]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            return None
+
     words = metadata.get("tandem.inpaint_blank", "grey" if "ot_revision" in metadata else "").split()
-    transformer = theirs.get("transformer")
-    of_theirs = transformer.get("guidance_scale") if isinstance(transformer, dict) else None
-    guidance = metadata.get("tandem.guidance_scale", metadata.get("ss_guidance_scale", of_theirs))
-    own = _json_object(metadata.get("tandem.settings", "")).get("t5xxl_max_token_length")
-    tokens = metadata.get("tandem.t5xxl_max_token_length", own or theirs.get("text_encoder_2_sequence_length"))
-    length = _number(tokens)
+    guidance = metadata.get("ss_guidance_scale", said("ot_config", "transformer", "guidance_scale"))
+    length = said("tandem.settings", "t5xxl_max_token_length") or said("ot_config", "text_encoder_2_sequence_length")
     return TrainedOn(
         tuple(blank for word in words for blank in BLANKS if blank == word),
-        _number(guidance),
-        None if length is None or length < 1 else int(length),
+        _number(metadata.get("tandem.guidance_scale", guidance)),
+        int(_number(metadata.get("tandem.t5xxl_max_token_length", length)) or 0) or None,
     )
-
-
-def _json_object(text: str) -> dict[str, object]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _number(value: object) -> float | None:

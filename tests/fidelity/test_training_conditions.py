@@ -90,7 +90,7 @@ def test_the_loras_own_record_counts_and_then_the_datasets(
     metadata = None if recorded is None else {"tandem.inpaint_blank": recorded}
     models, calibration, printed = prepared(folder, metadata, dataset)
     trained = recorded or dataset or "grey"
-    assert calibration.data.inpaint_blanks == (trained,)
+    assert calibration.data.config.inpaint_blanks == (trained,)
     lines = [line for line in printed.splitlines() if line.startswith("note:")]
     doubtful = recorded is not None and recorded != (dataset or "grey")
     assert len(lines) == doubtful

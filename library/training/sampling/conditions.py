@@ -51,7 +51,7 @@ class PromptImageRules:
     @classmethod
     def of(cls, data: TrainingData) -> PromptImageRules:
         """Return the rules of a training run; where subsets are blanked differently, the first one's."""
-        blanks: tuple[Blank, ...] = (*data.inpaint_blanks, "grey")
+        blanks: tuple[Blank, ...] = (*data.config.inpaint_blanks, "grey")
         return cls(data.conditioning, data.control_sizing, data.pixel_multiple, blanks[0])
 
 

@@ -445,7 +445,7 @@ class ImageLora(LoraTask):
             "text_encoder_fingerprint": self.text_fingerprint,
             "attention": self.plan.config.training.attention,
             "base_weights": self.base_weights.described(),
-            "inpaint_blank": " ".join(self.data.inpaint_blanks),
+            "inpaint_blank": " ".join(self.data.config.inpaint_blanks),
             "guidance_scale": f"{self.plan.config.flow.guidance_scale:g}" if self.family.guidance_input else None,
             "t5xxl_max_token_length": str(self.plan.config.model.t5xxl_max_token_length or ""),
             "trigger_phrase": None if self.plan.config.saving.no_metadata else trigger_phrase(self.data.config),
