@@ -238,17 +238,18 @@ def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_ty
 
 def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPlan:
     """Return what the flags of :func:`add_calibration` say for ``model``, and the LoRAs' files of their training."""
-    from library.fidelity.calibration import CalibrationOptions, CalibrationPlan, TrainedLora
+    from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
+    from networks.files.metadata import TrainedOn
 
     device, dtype = device_and_dtype(options.mixed_precision)
     config, scale = model_config(options, model), options.guidance_scale
     loras = getattr(options, "lora", None) or []
     loras = [loras] if isinstance(loras, Path) else [lora_source(x) if isinstance(x, str) else x for x in loras]
-    trained, row = TrainedLora.read([getattr(x, "path", x) for x in loras]), MODEL_TYPES[config.model_type]
-    if trained.said.t5_tokens and "t5xxl" in row.files:
-        config = config.model_copy(update={"t5xxl_max_token_length": trained.said.t5_tokens})
+    trained, row = TrainedOn.read([getattr(x, "path", x) for x in loras]), MODEL_TYPES[config.model_type]
+    if trained.t5_tokens and "t5xxl" in row.files:
+        config = config.model_copy(update={"t5xxl_max_token_length": trained.t5_tokens})
     if scale is None:
-        usual, told = family_defaults(config.model_type), trained.said.guidance
+        usual, told = family_defaults(config.model_type), trained.guidance
         chosen = row.takes_guidance and told not in (None, usual["guidance_scale"])
         scale = told if chosen else usual.get("sample_guidance", 1.0)
     calibration = CalibrationOptions(

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -41,41 +40,13 @@ from library.models.family_by_name import model_family
 from library.models.vae import ImageEncoder
 from library.precision.parity.activations import Forward, LayerInputs, collect_inputs
 from library.randomness import generator
-from library.safetensors_io import read_entries
 from library.training.flow import add_noise, noise_for
 from library.training.report.progress import counting
 from library.training.sampling.painting import GENERAL
-from networks.files.metadata import TrainedOn, trained_on, weight_file
+from networks.files.metadata import TrainedOn
 
 SIGMAS = (0.95, 0.75, 0.5, 0.25)  # from the sketch to the details; the tokens of one image differ more than these
 IMAGES = 8
-
-
-@dataclass(frozen=True)
-class TrainedLora:
-    """What LoRAs' files say of their training, each thing by the first that says it; ``names``: of the files."""
-
-    said: TrainedOn = field(default_factory=TrainedOn)
-    names: tuple[str, ...] = ()
-
-    @classmethod
-    def read(cls, paths: Sequence[Path]) -> TrainedLora:
-        """Return what the files ``paths`` say; their headers are read."""
-        found = [trained_on(read_entries([weight_file(path)])[1]) for path in paths]
-        first = {name: next((v for each in found if (v := getattr(each, name))), None) for name in vars(TrainedOn())}
-        return cls(TrainedOn(**first | {"blanks": first["blanks"] or ()}), tuple(path.name for path in paths))
-
-    def blanked(self, dataset: DatasetConfig) -> tuple[DatasetConfig, str]:
-        """Return ``dataset`` blanked as in training, and a line where that is in doubt."""
-        blanks, known = dataset.inpaint_blanks, self.said.blanks
-        if not self.names or not blanks or {*blanks} <= {*known}:
-            return dataset, ""
-        own, names, file = " and ".join(blanks), ", ".join(self.names), dataset.path.name
-        if not known:
-            text = f"{names}: not said what regions were blanked with in training; {own} is taken, as {file} has it"
-            return dataset, text
-        text = f"{file} blanks regions with {own}, the LoRA was trained on {' and '.join(known)} ({names})"
-        return dataset.blanked_with(known[0]), f"{text}; {known[0]} is taken: the LoRA's own record counts"
 
 
 @dataclass(frozen=True)
@@ -102,7 +73,7 @@ class CalibrationOptions:
     masked_loss: bool = False
     cache_directory: str | None = None
     statistics_gb: float = 4.0
-    trained: TrainedLora = field(default_factory=TrainedLora)
+    trained: TrainedOn = field(default_factory=TrainedOn)
 
 
 @dataclass(frozen=True)
@@ -132,10 +103,10 @@ class CalibrationPlan:
         text_encoder = family.load_text_encoder(self.dtype, self.device)
         arguments = DatasetArguments(dataset_config=options.dataset_config, cache_directory=options.cache_directory)
         dataset = load_dataset_config(options.dataset_config, arguments, family.conditioning)
-        dataset, remark = options.trained.blanked(dataset)
+        dataset, remark = _blanked(dataset, options.trained)
         if remark:
             console.print(f"note: {remark}")
-        told, usual = options.trained.said.guidance, family_defaults(family.name).get("guidance_scale")
+        told, usual = options.trained.guidance, family_defaults(family.name).get("guidance_scale")
         if family.guidance_input and told not in (None, usual, options.guidance_scale):
             names = ", ".join(options.trained.names)
             taken = f"run at guidance {options.guidance_scale:g} (--guidance_scale)"
@@ -266,6 +237,19 @@ def texture(height: int, width: int, rng: torch.Generator) -> Tensor:
     ramps = torch.linspace(-1, 1, height)[:, None] * slope[:, 0] + torch.linspace(-1, 1, width) * slope[:, 1]
     contrast = 0.1 + 0.5 * drawn[1]
     return (channels / channels.std() * contrast + 1.4 * about - 0.7 + 0.3 * ramps).clamp(-1, 1)
+
+
+def _blanked(dataset: DatasetConfig, trained: TrainedOn) -> tuple[DatasetConfig, str]:
+    """Return ``dataset`` blanked as in training, and a line where that is in doubt."""
+    blanks, known = dataset.inpaint_blanks, trained.blanks
+    if not trained.names or not blanks or {*blanks} <= {*known}:
+        return dataset, ""
+    own, names, file = " and ".join(blanks), ", ".join(trained.names), dataset.path.name
+    if not known:
+        text = f"{names}: not said what regions were blanked with in training; {own} is taken, as {file} has it"
+        return dataset, text
+    text = f"{file} blanks regions with {own}, the LoRA was trained on {' and '.join(known)} ({names})"
+    return dataset.blanked_with(known[0]), f"{text}; {known[0]} is taken: the LoRA's own record counts"
 
 
 def _general_captions(count: int) -> list[str]:

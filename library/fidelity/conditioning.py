@@ -57,7 +57,7 @@ def as_program_gives(models: Models, variant: Variant, calibration: Calibration)
     conditions of training, for its words.
     """
     options, blanks = calibration.plan.options, calibration.data.config.inpaint_blanks
-    trained, program, family = options.trained.said, models.server.gives, models.family
+    trained, program, family = options.trained, models.server.gives, models.family
     if blanks and variant.blank is None:
         variant = replace(variant, blank=program.blank)
     if blanks == (variant.blank,) and variant.blank != "noise":  # another's noise is another

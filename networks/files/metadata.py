@@ -34,11 +34,11 @@ import operator
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import safetensors.torch
 from torch import Tensor
@@ -47,6 +47,7 @@ from library.config.model_types import BLANKS, Blank
 from library.errors import UserError
 from library.files import read_text, write_text
 from library.models.layer_names import LoraTargets
+from library.safetensors_io import read_entries
 from networks.files.weights import AdapterWeights
 
 
@@ -116,17 +117,28 @@ def base_mismatch(metadata: Mapping[str, str], fingerprint: str, merged: str = "
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """What the model was given in training, as far as a LoRA's file says it.
+    """What the model was given in training, as far as LoRAs' files say it; each thing by the first that says it.
 
     Attributes:
         blanks: under a fill model's masks; of several the first is the first subset's. Empty: it does not say.
         guidance: of the guidance input; None: it does not say.
         t5_tokens: that T5 was given of a caption; None: it does not say, or as many as the model has by itself.
+        names: of the files.
     """
 
     blanks: tuple[Blank, ...] = ()
     guidance: float | None = None
     t5_tokens: int | None = None
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, paths: Sequence[Path]) -> Self:
+        """Return what the files ``paths`` say; their headers are read."""
+        said: dict[str, Any] = {}
+        for path in reversed(paths):
+            found = vars(trained_on(read_entries([weight_file(path)])[1]))
+            said |= {name: value for name, value in found.items() if value}
+        return cls(**said | {"names": tuple(path.name for path in paths)})
 
 
 def trained_on(metadata: Mapping[str, str]) -> TrainedOn:

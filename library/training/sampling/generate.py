@@ -22,13 +22,12 @@ from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.precision.recipe import WeightLoader, describe_base
-from library.safetensors_io import read_entries
 from library.training.memory.block_swap import swap_blocks, swappable
 from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
 from library.training.sampling.images import generate_image
 from library.training.sampling.prompts import SamplePrompt, note_changes
 from networks.files.adapters import load_lora
-from networks.files.metadata import base_mismatch, trained_on, weight_file
+from networks.files.metadata import TrainedOn, base_mismatch
 from networks.files.weights import LoraWeights
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource
@@ -127,8 +126,7 @@ def trained_blank(loras: Sequence[LoraSource]) -> Blank:
 
     Files of other programs do not say it.
     """
-    found = (trained_on(read_entries([weight_file(lora.path)])[1]).blanks for lora in loras)
-    return next((blanks[0] for blanks in found if blanks), "grey")
+    return (*TrainedOn.read([lora.path for lora in loras]).blanks, "grey")[0]
 
 
 @torch.no_grad()
