@@ -150,7 +150,7 @@ def trained_on(metadata: Mapping[str, str]) -> TrainedOn:
 
     def said(text: str, *keys: str) -> Any:
         try:
-            return functools.reduce(operator.getitem, keys, json.loads(metadata.get(text, "")))  # type: ignore[arg-type]
+            return functools.reduce(operator.getitem, keys, json.loads(metadata.get(text, "")))
         except (ValueError, TypeError, LookupError, RecursionError):
             return None
 
