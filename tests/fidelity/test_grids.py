@@ -269,7 +269,7 @@ def test_a_change_in_all_layers_of_any_format_is_no_rounding(name: str, change: 
         assert sum(number for _, number, _ in found) >= layers - 1, (seed, found)  # of tails, and at random, one less
 
 
-@pytest.mark.parametrize("name", ["int8_convrot", "nvfp4", "row"])
+@pytest.mark.parametrize("name", ["int8_convrot", pytest.param("nvfp4", marks=pytest.mark.slow), "row"])
 def test_rounding_that_makes_up_for_its_errors_is_known_by_its_outputs(name: str) -> None:
     """GPTQ keeps no law of a grid; a fine-tune does not either, and its outputs err more for it."""
     scheme = scheme_named(name)

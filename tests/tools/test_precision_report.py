@@ -51,7 +51,7 @@ def test_an_honest_file_is_named_as_rounding(place: Path) -> None:
     found = report(place, place / "fp8.safetensors", figures=True)
     assert found["verdict"]["cause"] == "weights"
     assert not found["verdict"]["alarm"]
-    assert found["verdict"]["border"]["state"] == "as usual"
+    assert found["verdict"]["border"]["state"] == "invisible"
     page = (place / "report" / "report.html").read_text()
     assert len(re.findall(r'<img alt="[^"]+" src="data:image/png;base64,\w', page)) == 5
     assert [row["judged"] for row in found["merges"]] == [False, True, False]  # ComfyUI's, of a file that forbids fp8
