@@ -42,7 +42,7 @@ _OTHER_FILE = "use the bf16 model, or its fp8, int8, GGUF or bitsandbytes nf4 fi
 _NUNCHAKU = "train on the bf16 file of the same model: Nunchaku puts a LoRA beside its weights, where it is not rounded"
 _COMFY = "use the int8_convrot, nvfp4, GGUF or bf16 file of the same model"
 _COMFY_FORMATS = ("convrot_w4a4", "asym_w4a8_int8", "awq_w4a16")
-_UNDERFLOWN = 1 / 16  # of a weight's blocks, at most
+_UNDERFLOWN = 1 / 16  # of a weight's blocks
 _SAMPLED, _BY_CHANCE = 256, -16.0  # rows that are looked at; logarithm of the chance that all reach the largest number
 _RUNS = (128, 64)  # inputs that share a scale in fp8 files
 _UNREAD = read_toml(Path(__file__).with_name("unread.toml"))[0]
@@ -75,25 +75,18 @@ class FileTensors:
             raise self.damaged(name, "holds a scale that is not positive and finite")
         return scale
 
-    def used_scale(self, name: str, scale: Tensor, used: Callable[[], Tensor]) -> Tensor:
+    def used_scale(self, name: str, scale: Tensor, used: Callable[[], Tensor], most: float = _UNDERFLOWN) -> Tensor:
         """Return ``scale``, of tensor ``name``, with 1 for its zeros, which only groups of zeros have.
 
         Args:
             used: returns, in the shape of ``scale``, whether a group holds a number that is not zero.
+            most: share of the scales that may be zero all the same: a quantiser whose scales underflow leaves a few,
+                and every reader takes their blocks for zeros.
         """
-        if scale.all():
-            return scale
-        if ((scale == 0) & used()).any():
+        zero = scale == 0
+        if zero.any() and (zero & used()).float().mean() > most:
             raise self.damaged(name, "holds a scale that is not positive and finite, of numbers that are not zero")
-        return scale.where(scale > 0, 1.0)
-
-    def refuse_unused(self, name: str, zero: Tensor, used: Callable[[], Tensor]) -> None:
-        """Raise a UserError if many of the ``zero`` [n] scales of tensor ``name`` belong to blocks that are ``used``.
-
-        A quantiser whose scales underflow leaves a few such blocks, and every reader takes them for zeros.
-        """
-        if zero.any() and (zero & used()).float().mean() > _UNDERFLOWN:
-            raise self.damaged(name, "holds scales of zero for blocks of numbers that are not zero")
+        return scale.masked_fill(zero, 1)
 
     def refuse_shared(self, name: str, magnitudes: Tensor, largest: float, run: int, rows: bool) -> None:
         """Raise a UserError if the scale ``name`` is one of several that its weight was made with.
@@ -159,12 +152,14 @@ def sampled(values: Tensor) -> Tensor:
     return values[:: max(1, len(values) // _SAMPLED)]
 
 
-def quantization_method(path: Path) -> str | None:
-    """Return ``quant_method`` of the ``config.json`` in or beside ``path``, lower case; None if nothing says it."""
+def quantization_method(path: Path) -> str:
+    """Return ``quant_method`` of the ``config.json`` in or beside ``path``, lower case; "" if nothing says it."""
     config = (path if path.is_dir() else path.parent) / "config.json"
-    said = read_json(config) if config.is_file() else None
-    found = (said.get("quantization_config") or {}) if isinstance(said, dict) else {}
-    return str(found["quant_method"]).lower() if isinstance(found, dict) and "quant_method" in found else None
+    said = read_json(config) if config.is_file() else {}
+    try:
+        return str(said["quantization_config"]["quant_method"]).lower()
+    except (LookupError, TypeError):
+        return ""
 
 
 def refuse_unread(file: FileTensors) -> None:
@@ -178,5 +173,5 @@ def refuse_unread(file: FileTensors) -> None:
             raise file.refuse(name, f"belongs to {title}, which is not read", remedy)
     if "tensor_names" in file.metadata:
         raise file.refuse("tensor_names", "in the header is that of a torchao model, which is not read", _OTHER_FILE)
-    if file.path.is_dir() and (known := _UNREAD["methods"].get(quantization_method(file.path) or "")):
+    if file.path.is_dir() and (known := _UNREAD["methods"].get(quantization_method(file.path))):
         raise file.refuse("config.json", f"says {known}, which is not read", _OTHER_FILE)

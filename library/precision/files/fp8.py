@@ -334,7 +334,7 @@ class StoredFp8(StoredWeight):
             largest, run = _code(self.fp8, self.fp8.max), self.shape[1] // blocks
             file.refuse_shared(name, sampled(codes) & 0x7F, largest, run, outputs > 1)
         scale = scale_of_rows(file.read_scale(name, zeros=True).reshape(self.scale_shape), rows)
-        scale = file.used_scale(name, scale, lambda: (codes & 0x7F).reshape(*scale.shape, -1).any(-1))
+        scale = file.used_scale(name, scale, lambda: (codes & 0x7F).reshape(*scale.shape, -1).any(-1), most=0)
         return Fp8Weight(values, _narrowed(scale), self.scheme.scale_dtype)
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -18,47 +18,23 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from library.files import read_toml
 from library.precision.files.base import LevelledWeight, ReadOnlyScheme, StoredReadOnly, StoredWeight, cached_tensor
 from library.precision.files.cut_weight import CutWeight, in_chunks
 from library.precision.files.file_tensors import FileTensors
 from library.safetensors_io import DTYPES
 
-# type -> inputs and bytes of a block, and where its fp16 scales begin (``ggml/src/ggml-common.h``)
+_TABLE = read_toml(Path(__file__).with_name("gguf.toml"))[0]
+# type -> inputs and bytes of a block, and where its fp16 scales begin
 TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
-    "Q8_0": (32, 34, (0,)),
-    "Q4_0": (32, 18, (0,)),
-    "Q4_1": (32, 20, (0, 2)),
-    "Q5_0": (32, 22, (0,)),
-    "Q5_1": (32, 24, (0, 2)),
-    "IQ4_NL": (32, 18, (0,)),
-    "Q2_K": (256, 84, (80, 82)),
-    "Q3_K": (256, 110, (108,)),
-    "Q4_K": (256, 144, (0, 2)),
-    "Q5_K": (256, 176, (0, 2)),
-    "Q6_K": (256, 210, (208,)),
-    "IQ4_XS": (256, 136, (0,)),
-}
-# type -> the bytes of a block that hold quantised values; their levels; inputs of a run with one scale; the last level
-# over the first, which is the run's largest number with its sign: None with an offset (``ggml/src/ggml-quants.c``)
-_GRIDS: dict[str, tuple[slice, int, int, float | None]] = {
-    "Q8_0": (slice(2, 34), 255, 32, -1.0),
-    "Q4_0": (slice(2, 18), 16, 32, -7 / 8),
-    "Q4_1": (slice(4, 20), 16, 32, None),
-    "Q5_0": (slice(2, 22), 32, 32, -15 / 16),
-    "Q5_1": (slice(4, 24), 32, 32, None),
-    "IQ4_NL": (slice(2, 18), 16, 32, -113 / 127),
-    "Q2_K": (slice(16, 80), 4, 16, None),
-    "Q3_K": (slice(0, 96), 8, 16, -3 / 4),
-    "Q4_K": (slice(16, 144), 16, 32, None),
-    "Q5_K": (slice(16, 176), 32, 32, None),
-    "Q6_K": (slice(0, 192), 64, 16, -31 / 32),
-    "IQ4_XS": (slice(8, 136), 16, 32, -113 / 127),
+    name: (row["inputs"], row["bytes"], tuple(row["scales"])) for name, row in _TABLE.items()
 }
 INT4 = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16}  # types of 4 even bits, and where the quantised values of a block begin
 _READ_ONLY = "of GGUF is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
@@ -102,13 +78,13 @@ class GgufWeight(CutWeight, LevelledWeight):
         from gguf.quants import IQ4_NL
 
         if not self.type.startswith("IQ4"):
-            return torch.linspace(0, 1, _GRIDS[self.type][1], device=self.values.device)
+            return torch.linspace(0, 1, _TABLE[self.type]["levels"], device=self.values.device)
         numbers = torch.tensor(IQ4_NL.kvalues, dtype=torch.float32, device=self.values.device)
         return (numbers - numbers[0]) / (numbers[-1] - numbers[0])
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """See :class:`LevelledWeight`; what these blocks hold if all quantised values are the least, or the largest."""
-        codes, _, run, _ = _GRIDS[self.type]
+        codes, run = slice(*_TABLE[self.type]["codes"]), _TABLE[self.type]["run"]
         found = []
         for byte in (0x81, 0x7F) if self.type == "Q8_0" else (0x00, 0xFF):
             blocks = self.values.clone()
@@ -118,8 +94,7 @@ class GgufWeight(CutWeight, LevelledWeight):
 
     def ends_for(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`LevelledWeight`; the largest number of a run, or its range with zero."""
-        _, _, run, ratio = _GRIDS[self.type]
-        runs = weight.float().view(len(weight), -1, run)
+        runs, ratio = weight.float().view(len(weight), -1, _TABLE[self.type]["run"]), _TABLE[self.type].get("ratio")
         low, high = runs.amin(-1).clamp_max(0), runs.amax(-1).clamp_min(0)
         if ratio is None:
             return low, high
@@ -195,11 +170,10 @@ class StoredGguf(StoredReadOnly):
         for offset in scales:
             if not torch.isfinite(values[..., offset : offset + 2].contiguous().view(torch.float16)).all():
                 raise file.damaged(self.name, "holds NaN or infinity")
-        first = values[..., scales[0] : scales[0] + 2]
-        zero = (first == 0).all(-1)
-        if zero.any():  # blocks of zeros are all alike
-            alike = values[zero][0]
-            file.refuse_unused(self.name, zero, lambda: (values != alike).any(-1))
+        first = (values[..., scales[0] : scales[0] + 2] != 0).any(-1)
+        file.used_scale(
+            self.name, first, lambda: (values != values[~first][0]).any(-1)
+        )  # blocks of zeros are all alike
         return GgufWeight(values, self.kind)
 
 

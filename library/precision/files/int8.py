@@ -235,7 +235,7 @@ class StoredInt8(StoredComfyWeight):
         scale = file.read_scale(name, zeros=True).reshape(-1, 1)
         file.refuse_shared(name, sampled(values).abs(), _LARGEST, self.shape[1], len(scale) > 1)
         scale = scale_of_rows(scale, rows)
-        scale = file.used_scale(name, scale, lambda: values.reshape(len(scale), -1).any(-1, keepdim=True))
+        scale = file.used_scale(name, scale, lambda: values.reshape(len(scale), -1).any(-1, True), most=0)
         return Int8Weight(values, scale, self.group)
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -110,7 +110,7 @@ class StoredMxfp8(StoredBlockScaled):
             what = "NaN" if worst == 255 else f"2^{worst - 127}, which no weight is as large as"
             raise file.damaged(name, f"holds {what}")
         numbers = values.view(torch.uint8)
-        file.refuse_unused(name, blocks == 0, lambda: (numbers & 0x7F).view(*blocks.shape, BLOCK).any(-1))
+        file.used_scale(name, blocks, lambda: (numbers & 0x7F).view(*blocks.shape, BLOCK).any(-1))
         return Mxfp8Weight(values, blocks)
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -152,7 +152,7 @@ class StoredNf4(StoredReadOnly):
         values = file.read(self.name, rows, (outputs, inputs // 2))
         absmax, nested = self._vector(file, "absmax"), self._nested(file)
         block = self.state["blocksize"]
-        self._check(file, absmax, nested, lambda: file.read(self.name, byte_shape=(outputs * inputs // 2,)))
+        self._check(file, absmax, nested)
         if inputs % block == 0:
             runs, beside = inputs // block, {"first": start * (inputs // block), "stride": inputs // block}
             row_absmax = absmax.view(outputs, runs)[start:stop].clone()
@@ -164,36 +164,27 @@ class StoredNf4(StoredReadOnly):
         row_absmax = absmax[torch.arange(start * inputs, stop * inputs, fine) // block].view(stop - start, -1)
         return Nf4Weight(values, row_absmax, self._vector(file, "quant_map"), kind=self.kind)
 
-    def _check(
-        self, file: FileTensors, absmax: Tensor, nested: Mapping[str, Any], numbers: Callable[[], Tensor]
-    ) -> None:
-        """Raise a UserError for what bitsandbytes never writes.
-
-        Args:
-            numbers: returns the whole weight's bytes; in a block of zeros, whatever they stand for, they are alike.
-        """
+    def _check(self, file: FileTensors, absmax: Tensor, nested: Mapping[str, Any]) -> None:
+        """Raise a UserError for what bitsandbytes never writes."""
         if not torch.allclose(self._vector(file, "quant_map"), _numbers_of(self.kind), atol=1e-5):
             raise file.damaged(self.tensors["quant_map"], f"holds other numbers than {self.kind} has")
+        name, scale, block = self.tensors["absmax"], absmax, self.state["blocksize"] // 2
         if nested:
-            largest, steps, of_blocks = nested["nested_absmax"], nested["nested_quant_map"], nested["nested_block"]
+            scale, steps, block = nested["nested_absmax"], nested["nested_quant_map"], nested["nested_block"]
             if (steps.diff() <= 0).any() or steps[-1] != 1:
                 raise file.damaged(self.tensors["nested_quant_map"], "does not rise to 1, as bitsandbytes' does")
-            name, sizes, units, block = self.tensors["nested_absmax"], largest, absmax, of_blocks
-            mean = (steps[absmax.int()] * largest.repeat_interleave(block)[: len(absmax)]).mean()
+            mean = (steps[absmax.int()] * scale.repeat_interleave(block)[: len(absmax)]).mean()
             if mean.abs() > _FROM_MEAN * nested["nested_offset"]:
-                raise file.damaged(self.tensors["absmax"], f"is not around nested_offset, its mean in {self.name!r}")
-        else:
-            name, sizes, block = self.tensors["absmax"], absmax, self.state["blocksize"] // 2
-            units = numbers() if (absmax == 0).any() else absmax
-        if (sizes < 0).any():
-            raise file.damaged(name, "holds negative magnitudes")
+                raise file.damaged(name, f"is not around nested_offset, its mean in {self.name!r}")
+            name = self.tensors["nested_absmax"]
 
         def used() -> Tensor:
-            blocks = functional.pad(units, (0, -len(units) % block)).view(-1, block)
-            within = torch.arange(blocks.numel()).view(-1, block) < len(units)
-            return ((blocks != blocks[:, :1]) & within).any(-1)
+            """In a block of zeros, whatever they stand for, all bytes are alike."""
+            units = absmax if nested else file.read(self.name, byte_shape=(math.prod(self.shape) // 2,))
+            blocks = torch.cat([units, units[-1:].expand(-len(units) % block)]).view(-1, block)
+            return (blocks != blocks[:, :1]).any(-1)
 
-        file.refuse_unused(name, sizes == 0, used)
+        file.used_scale(name, scale, used)
 
     def _nested(self, file: FileTensors) -> dict[str, Any]:
         if "nested_absmax" not in self.tensors:
@@ -207,11 +198,14 @@ class StoredNf4(StoredReadOnly):
 
     def _vector(self, file: FileTensors, field: str) -> Tensor:
         """Return a field's tensor: bytes as they are, numbers finite and in fp32."""
-        values = file.read(self.tensors[field]).flatten()
+        name = self.tensors[field]
+        if field.endswith("absmax") and file.dtype(name) != "U8":
+            return file.read_scale(name, zeros=True).flatten()
+        values = file.read(name).flatten()
         if not values.is_floating_point():
             return values
         if not torch.isfinite(values).all():
-            raise file.damaged(self.tensors[field], "holds NaN or infinity")
+            raise file.damaged(name, "holds NaN or infinity")
         return values.float()
 
 

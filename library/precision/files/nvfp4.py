@@ -172,14 +172,13 @@ class StoredNvfp4(StoredBlockScaled):
             values = _swapped(values)
         if holds_nan_or_inf(blocks) or (blocks.float() < 0).any():
             raise file.damaged(self.tensors["block_scale"], "holds a scale that is NaN or negative")
-        zero, name = blocks.view(torch.uint8) == 0, self.tensors["scale"]
 
         def used() -> Tensor:
             return (values & 0x77 != 0).view(*blocks.shape, BLOCK // 2).any(-1)
 
-        file.refuse_unused(self.tensors["block_scale"], zero, used)
-        scale = file.read_scale(name, zeros=True).reshape(1, 1)
-        return Nvfp4Weight(values, blocks, file.used_scale(name, scale, lambda: used().any()))
+        file.used_scale(self.tensors["block_scale"], blocks.view(torch.uint8), used)
+        scale = file.read_scale(name := self.tensors["scale"], zeros=True).reshape(1, 1)
+        return Nvfp4Weight(values, blocks, file.used_scale(name, scale, lambda: used().any(), most=0))
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return numbers and scales as the file has them, rows filled up with zeros."""
@@ -197,7 +196,7 @@ def find(file: FileTensors) -> dict[str, StoredWeight]:
         missing = f"{unmarked[0].name}.comfy_quant"
         raise file.damaged(missing, f"is missing, which {len(found)} other nvfp4 layers have")
     others = {layer.weight: _stored(layer, marked=False) for layer in unmarked}
-    _refuse_unsaid(file, [stored for stored in others.values() if _looks_tiled(stored)], len(others))
+    _refuse_unsaid(file, [*others.values()])
     return found | others
 
 
@@ -210,29 +209,24 @@ def _unmarked_layers(file: FileTensors) -> Iterator[ComfyLayer]:
             yield ComfyLayer(file, layer, {"format": "nvfp4"})
 
 
-def _looks_tiled(stored: StoredNvfp4) -> bool:
-    """Return whether scales by rows have the shape of whole tiles, so that they could be those of ComfyUI's file."""
-    shape = stored.tensor_specs[stored.tensors["block_scale"]][1]
-    return tiled_shape(shape) == shape
-
-
-def _refuse_unsaid(file: FileTensors, unsaid: Sequence[StoredNvfp4], layers: int) -> None:
+def _refuse_unsaid(file: FileTensors, layers: Sequence[StoredNvfp4]) -> None:
     """Raise a UserError if the scales of a file without markers may lie in tiles: its marker may have been lost.
 
-    They lie by rows if any layer's can only do that (not all of its ``layers`` are ``unsaid``), if a ``config.json``
-    says modelopt, or if scales of one row, and of one run of inputs, are more alike so. Weights differ from row to row;
-    in the wrong order this is lost.
+    They lie by rows if any layer's can only do that (its shape is not that of whole tiles), if a ``config.json`` says
+    modelopt, or if scales of one row, and of one run of inputs, are more alike so. Weights differ from row to row; in
+    the wrong order this is lost.
     """
-    if len(unsaid) < layers or not unsaid or quantization_method(file.path) == "modelopt":
+    shapes = [stored.tensor_specs[stored.tensors["block_scale"]][1] for stored in layers]
+    if not shapes or any(tiled_shape(s) != s for s in shapes) or quantization_method(file.path) == "modelopt":
         return
-    largest = sorted(unsaid, key=lambda stored: -math.prod(stored.shape))[:_LOOKED_AT]
+    largest = sorted(layers, key=lambda stored: -math.prod(stored.shape))[:_LOOKED_AT]
     gains = []
     for stored in largest:
         scales = file.read(stored.tensors["block_scale"]).view(E4M3FN.dtype)
         gains.append(_alike(scales) - _alike(from_tiles(scales, scales.shape)))
     if sum(gains) < _TELLING * math.sqrt(len(gains)):
         raise file.refuse(
-            unsaid[0].tensors["block_scale"],
+            layers[0].tensors["block_scale"],
             "may lie by rows (modelopt) or in tiles (ComfyUI), and there is no marker",
             'use the file with ComfyUI\'s _quantization_metadata, or say {"quantization_config": {"quant_method": '
             '"modelopt"}} in a config.json beside it',
