@@ -169,16 +169,9 @@ def _reference(picture: Tensor, drawn: Tensor | None, variant: Variant) -> Tenso
     colour = _colour(picture, variant, unchanged)
     if variant.blank is not None:
         picture = torch.where(inside, colour, picture)
-    return (
-        torch.where(inside & (soft >= 0.5), picture, picture * (1 - soft) + colour * soft)
-        if _moves(variant)
-        else picture
-    )
-
-
-def _moves(variant: Variant) -> bool:
-    """Whether the region is another, not only its blank."""
-    return bool(variant.mask_invert or variant.mask_grow or variant.mask_snap or variant.mask_blur)
+    if not (variant.mask_invert or variant.mask_grow or variant.mask_snap or variant.mask_blur):
+        return picture
+    return torch.where(inside & (soft >= 0.5), picture, picture * (1 - soft) + colour * soft)
 
 
 def _colour(picture: Tensor, variant: Variant, unchanged: Tensor) -> Tensor:

@@ -287,12 +287,10 @@ class StoredFp8(StoredWeight):
     Attributes:
         fp8: the format, of values that ComfyUI may keep in a uint8 tensor.
         scale_shape: (rows, blocks) of its scale, None for a plain cast.
-        lacks_scale: whether other weights of the file have a scale, and this one none.
     """
 
     fp8: Fp8Format
     scale_shape: tuple[int, int] | None = None
-    lacks_scale: bool = False
 
     @property
     def scheme(self) -> Fp8Scheme:
@@ -325,7 +323,13 @@ class StoredFp8(StoredWeight):
             raise file.damaged(self.name, "holds NaN or infinity")
         codes = values.view(torch.uint8)
         if self.scale_shape is None:
-            if self.lacks_scale and values.numel() and (codes & 0x7F).max() >= _code(self.fp8, self.fp8.max / 4):
+            scaled = any(name.rpartition(".")[2] in (*_SCALES, "scaled_fp8") for name in file.entries)
+            if (
+                scaled
+                and values.ndim == 2
+                and values.numel()
+                and (codes & 0x7F).max() >= _code(self.fp8, self.fp8.max / 4)
+            ):
                 why = "reaches numbers that only scaled weights do, as others of the file are, and its scale is missing"
                 raise file.damaged(self.name, why)
             return Fp8Weight(values)
@@ -355,16 +359,12 @@ def find(file: FileTensors) -> dict[str, StoredWeight]:
         formats |= {layer.tensor("weight", ("U8", DTYPE_NAMES[fp8.dtype])): fp8 for layer in comfy_layers(file, kind)}
     others = {f"{layer}.weight" for layer, c in file.layer_configs.items() if c.get("format") not in _COMFY_FORMATS}
     markers = [name for name in formats if name.rpartition(".")[2] == "scaled_fp8"]
-    scaled = any(name.rpartition(".")[2] in _SCALES for name in file.entries)
     precise = file.entries[markers[0]].shape[0] == 2 if markers and file.entries[markers[0]].shape else None
-    found: dict[str, StoredFp8] = {}
-    for name, fp8 in formats.items():
-        if name in others or name in markers or name.endswith((*_SCALES, *_INPUT_SCALES)):
-            continue
-        found[name] = _stored(file, name, fp8, bool(markers), precise)
-        if found[name].scale_shape is None and len(found[name].shape) == 2 and (scaled or markers):
-            found[name] = replace(found[name], lacks_scale=True)
-    return {**found}
+    return {
+        name: _stored(file, name, fp8, bool(markers), precise)
+        for name, fp8 in formats.items()
+        if name not in others and name not in markers and not name.endswith((*_SCALES, *_INPUT_SCALES))
+    }
 
 
 def _stored(file: FileTensors, name: str, fp8: Fp8Format, marked: bool, precise: bool | None) -> StoredFp8:

@@ -171,9 +171,8 @@ class StoredGguf(StoredReadOnly):
             if not torch.isfinite(values[..., offset : offset + 2].contiguous().view(torch.float16)).all():
                 raise file.damaged(self.name, "holds NaN or infinity")
         first = (values[..., scales[0] : scales[0] + 2] != 0).any(-1)
-        file.used_scale(
-            self.name, first, lambda: (values != values[~first][0]).any(-1)
-        )  # blocks of zeros are all alike
+        # blocks of zeros are all alike
+        file.used_scale(self.name, first, lambda: (values != values[~first][0]).any(-1))
         return GgufWeight(values, self.kind)
 
 
