@@ -73,7 +73,6 @@ from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, num
 from library.files import write_text
 from library.precision.parity.layer_errors import update_retention
 from library.precision.recipe import Recipe
-from train_lora import train
 
 WRITTEN = {
     "fp8": ("--scheme", "cast"),
@@ -223,7 +222,7 @@ def _measure(kind: str, lora: Path, plan: Plan, folder: Path) -> Figures:
         compensated = models_with(lora, merge_compensated(lora, PRECISIONS[kind], fitted, folder / "compensated"))
         found["compensated"] = error(replace(served, merge=None), compensated)
     tried = tuple(name for name in plan.fixes if name != "compensated")
-    options = FixOptions(folder / "fixes", lora, fitted, train, minutes=600.0, names=tried)
+    options = FixOptions(folder / "fixes", lora, fitted, minutes=600.0, names=tried)
     for fix in try_fixes(models, served, eval_set, reference, (), options, console):
         found[fix.name] = squares(fix.outcome)
         if fix.outcome_beside:
@@ -264,7 +263,7 @@ COLUMNS = {"format": "<16", "images": "<12", **dict.fromkeys(ERRORS, "12.2%"), "
 def main() -> None:
     """Measure, print, write."""
     parser = benchmark_parser(__doc__)
-    fixes = ("bypass", "compensated", "refit", "correction", "rebuild", "teacher", "together")
+    fixes = ("bypass", "compensated", "refit", "correction", "rebuild", "together")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--fixes", nargs="*", choices=fixes, default=fixes[:4])
     parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")

@@ -206,7 +206,7 @@ def parser() -> argparse.ArgumentParser:
     fix.add_argument(
         "--fix_minutes", type=number(least=0), default=30.0, metavar="X", help="start none later (default: 30)"
     )
-    fix.add_argument("--fix_dataset_config", metavar="TOML", help="fit and train fixes on these images instead")
+    fix.add_argument("--fix_dataset_config", metavar="TOML", help="fit fixes to these images instead")
     top.add_argument("--save_to", type=Path, default=Path("output/precision_report"), help="folder")
     return top
 
@@ -233,7 +233,6 @@ from networks.files.layouts import PRECISIONS
 from networks.files.metadata import weight_file
 from networks.files.weights import DoraWeights, LoraWeights
 from networks.merging.merge import LoraSource
-from train_lora import train
 
 
 def variant_of(options: argparse.Namespace) -> Variant:
@@ -424,8 +423,6 @@ def main() -> None:
             folder=options.save_to / "fixes",
             lora=lora_source(options.lora[0]).path,
             calibration=replace(plan.options, dataset_config=dataset),
-            train=train,
-            mixed_precision=options.mixed_precision,
             minutes=options.fix_minutes,
             names=tuple(options.fix or FIXES),
         )

@@ -7,8 +7,7 @@
 5. *correction*: the same with 32 ranks more, and a LoRA for layers that had none.
 6. *rebuild*: a new file from bf16, of the same size, with scales, rounded with compensation, under a
    LoRA refitted to it.
-7. *teacher*: 400 steps on the deployed file that learn the bf16 model's outputs, from the refitted LoRA on.
-8. *together*: the new file (the deployed one where its format is only read), the correction for it, the steps on it.
+7. *together*: the new file, and the correction for it.
 
 A fix is measured as the server of the deployment will run it: the LoRA merged and products made as there. Where that
 merge rounds, it is measured beside the weights too, which says what the bypass adds to the fix.
@@ -30,17 +29,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.table import Table
 from torch import nn
 
-from library.config.load import validated
-from library.config.schema import TrainConfig
 from library.console import Console
 from library.errors import UserError, counted
 from library.fidelity import FIXES
-from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
+from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployed import DeployedWeights
 from library.fidelity.differences import Differences, compare, taken_off
 from library.fidelity.intervals import images_to_tell, side
@@ -63,7 +59,7 @@ FIX_COLUMNS = (
     *("helps", "seconds", "cost"),
 )
 GOOD_ENOUGH = 0.3  # share of the deployment's error
-CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE = 32, 400, 5e-4
+CORRECTION_RANK = 32
 
 Made = tuple[Models, Variant, tuple[Path, ...]]  # models and variant to run with a fix, and its files
 
@@ -74,9 +70,7 @@ class FixOptions:
 
     Attributes:
         folder: for files. lora: the one LoRA, at strength 1.
-        calibration: what fixes are fitted to and trained on.
-        train: trains a LoRA as a configuration says.
-        mixed_precision: of training, where the user chose it.
+        calibration: what fixes are fitted to.
         minutes: no further fix is begun after these.
         names: of the fixes to try.
     """
@@ -84,8 +78,6 @@ class FixOptions:
     folder: Path
     lora: Path
     calibration: CalibrationOptions
-    train: Callable[[TrainConfig], object]
-    mixed_precision: str | None = None
     minutes: float = 30.0
     names: tuple[str, ...] = FIXES
 
@@ -203,20 +195,11 @@ def try_fixes(
     builder = FixBuilder(models, served, options)
     fitted, rebuilt = builder.fitted, builder.rebuilt
     ranks = f"{CORRECTION_RANK} ranks more in every quantised layer"
-    steps = f"{TEACHER_STEPS} training steps"
     anew = "a file of the same size, scaled and rounded anew"
-
     attempt("refit", "a forward pass over the calibration; the same rank", lambda: fitted(models))
     attempt("correction", ranks, lambda: fitted(models, CORRECTION_RANK))
     attempt("rebuild", anew, lambda: fitted(rebuilt()))
-    attempt("teacher", f"{steps}, the same rank", lambda: fitted(models, taught=True))
-    written = not any(each and isinstance(each.scheme, ReadOnlyScheme) for each in models.layers.values())
-    everything = f"{anew}, {ranks}, {steps}" if written else f"{ranks}, {steps}"
-
-    def together() -> Made:
-        return fitted(rebuilt() if written else models, CORRECTION_RANK, taught=True)
-
-    attempt("together", everything, together)
+    attempt("together", f"{anew}, {ranks}", lambda: fitted(rebuilt(), CORRECTION_RANK))
     return fixes
 
 
@@ -292,21 +275,10 @@ class FixBuilder:
         recipe = Recipe(scheme, (), patterns, seed=self.options.calibration.seed)
         del deployed, stored
         low = not usual[0][0] if usual else None  # products as the deployed file wants them
-        return self._written("rebuilt", layout, recipe, models.plan(self.options.calibration), low)
-
-    def _written(
-        self,
-        name: str,
-        layout: LayoutKind,
-        recipe: Recipe,
-        calibration: CalibrationPlan | None = None,
-        low_precision_products: bool | None = None,
-    ) -> Models:
-        """Write the reference by ``recipe`` as ``name`` and return the models with it deployed."""
-        base, options = Path(self.models.config.pretrained_model_name_or_path), self.options
-        target = options.folder / (name if base.expanduser().is_dir() else f"{name}.safetensors")
-        quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), calibration, low_precision_products)
-        return replace(self.models, deployed=DeployedWeights(target.name, target, None))
+        base, options = Path(models.config.pretrained_model_name_or_path), self.options
+        target = options.folder / ("rebuilt" if base.expanduser().is_dir() else "rebuilt.safetensors")
+        quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), models.plan(options.calibration), low)
+        return replace(models, deployed=DeployedWeights(target.name, target, None))
 
     def _refit(self, models: Models, correction_rank: int) -> Path:
         """Return the LoRA refitted to the weights that ``models`` deploy."""
@@ -318,69 +290,10 @@ class FixBuilder:
         refit_lora(options.lora, models, save_to, options.calibration, quiet, correction_rank=correction_rank)
         return save_to
 
-    def fitted(self, models: Models, correction_rank: int = 0, taught: bool = False) -> Made:
-        """Return ``models`` with the LoRA refitted to the weights they deploy, and ``taught`` on them if wanted."""
+    def fitted(self, models: Models, correction_rank: int = 0) -> Made:
+        """Return ``models`` with the LoRA refitted to the weights they deploy."""
         lora, targets = self.refitted(models, correction_rank), models.targets
-        if taught:
-            lora = self.taught(models, lora, correction_rank)
         rebuilt = (models.deployed.path,) if models is not self.models and models.deployed.path else ()
         weights = targets.by_component(load_lora(lora, targets).weights)
         ours = {**models.loras, targets.file_prefix: weights.get(targets.file_prefix, {})}
         return replace(models, loras=ours), self.served, (*rebuilt, lora)
-
-    def taught(self, models: Models, lora: Path, correction_rank: int) -> Path:
-        """Train ``lora`` on the weights that ``models`` deploy, the reference being the teacher; return its file.
-
-        Inputs are rounded in training as the server rounds them, so that the steps learn to make up for that too.
-
-        The rate falls with the share of ranks that ``correction_rank`` added: what they have corrected already is lost
-        to steps as large as the LoRA's own rank takes.
-        """
-        options, calibration = self.options, self.options.calibration
-        recipe = models.deployed.recipe
-        if recipe is not None and not isinstance(recipe.scheme, Fp8Scheme):  # others are only read by it
-            models = self._written(f"deployed_{recipe.scheme.name}", USUAL_LAYOUTS[recipe.scheme.name], recipe)
-        trained = load_lora(options.lora, self.models.targets).weights.values()
-        rank = median(weights.rank for weights in trained)
-        output = options.folder / f"taught_{lora.stem}"
-        values = _deployed_base(models) | {
-            "distill_from": models.config.pretrained_model_name_or_path,
-            "distill_lora": str(options.lora),
-            "network_weights": str(lora),
-            "dim_from_weights": True,
-            "output_dir": str(output),
-            "output_name": "taught",
-            "overwrite": True,
-            "dataset_config": calibration.dataset_config,
-            "cache_directory": calibration.cache_directory,
-            "masked_loss": calibration.masked_loss,
-            "guidance_scale": calibration.guidance_scale,
-            "seed": calibration.seed,
-            "max_train_steps": TEACHER_STEPS,
-            "optimizer_type": "SOAP",
-            "lr_scheduler": "cosine",
-            "learning_rate": TEACHER_RATE * rank / (rank + correction_rank),
-            "max_data_loader_n_workers": 0,
-        }
-        if options.mixed_precision:
-            values["mixed_precision"] = options.mixed_precision
-        rounding = self.served.activations
-        if rounding and (rounding != "auto" or models.deployed.recipe is None):  # that is said by files alone
-            values["quantised_activations"] = rounding
-        options.train(validated(values, {key: f"--fix teacher: {key}" for key in values}))
-        return output / "taught.safetensors"
-
-
-def _deployed_base(models: Models) -> dict[str, Any]:
-    """Return the training options of the deployed base."""
-    recipe, config = models.deployed.recipe, models.deployed_config
-    values = {key: getattr(config, key) for key in config.model_fields_set if key != "base_dtype"}
-    values["model_type"] = models.family.name
-    if recipe is None:
-        return values
-    scheme = recipe.scheme
-    assert isinstance(scheme, Fp8Scheme)
-    values |= {"fp8_format": scheme.fp8.name, "fp8_exclude": list(recipe.exclude)}
-    if scheme.granularity == "cast":
-        return values | {"fp8_base": True}
-    return values | {"fp8_scaled": True, "fp8_granularity": scheme.granularity}

@@ -128,14 +128,6 @@ def costly_remedies(
             rounding,
         ),
         Remedy(
-            "Train it 400 steps on the served file, with the original model as the teacher.",
-            "taught",
-            "fixes",
-            (*fix, "teacher"),
-            "minutes to an hour of training",
-            takes_off=rounding,
-        ),
-        Remedy(
             "Try every fix on your images and name the cheapest that does.",
             "fixes",
             "fixes",
