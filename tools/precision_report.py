@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast, get_args
@@ -48,9 +48,8 @@ FLAGS = {"blank": "blank", "guidance": "deploy_guidance", "text": "deploy_t5_tok
 TEXT_FILES = ("clip_l", "t5xxl", "text_encoder")
 
 
-def _number_or(word: str, read: Callable[[str], float]) -> Callable[[str], float | str]:
-    """Return the ``type`` of a flag that takes ``word`` or what ``read`` does."""
-    return lambda text: word if text == word else read(text)
+def _guidance_or_ignored(text: str) -> float | str:
+    return text if text == "ignored" else guidance(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,9 +111,7 @@ def parser() -> argparse.ArgumentParser:
     deployment.add_argument("--deploy_t5_tokens", type=count, metavar="N", help="tokens of a caption that T5 is given")
     deployment.add_argument("--deploy_vae", metavar="PATH", help="another VAE")
     deployment.add_argument("--deploy_vae_dtype", choices=["fp8", "fp16", "bf16"], help="of the VAE; fp8: a plain cast")
-    deployment.add_argument(
-        "--deploy_guidance", type=_number_or("ignored", guidance), metavar="X|ignored", help="guidance input"
-    )
+    deployment.add_argument("--deploy_guidance", type=_guidance_or_ignored, metavar="X|ignored", help="guidance input")
     deployment.add_argument(
         "--deploy_shift", type=number(above=0, most=1000), metavar="X", help="static shift of the sampler"
     )
@@ -206,7 +203,6 @@ def parser() -> argparse.ArgumentParser:
     fix.add_argument(
         "--fix_minutes", type=number(least=0), default=30.0, metavar="X", help="start none later (default: 30)"
     )
-    fix.add_argument("--fix_dataset_config", metavar="TOML", help="fit fixes to these images instead")
     top.add_argument("--save_to", type=Path, default=Path("output/precision_report"), help="folder")
     return top
 
@@ -418,11 +414,10 @@ def main() -> None:
     files = [lora_source(text).path for text in options.lora]
     report = with_remedies(replace(report, same=same), models, plan.options, files, sys.argv[1:])
     if options.fix is not None:
-        dataset = options.fix_dataset_config or options.dataset_config
         wanted = FixOptions(
             folder=options.save_to / "fixes",
             lora=lora_source(options.lora[0]).path,
-            calibration=replace(plan.options, dataset_config=dataset),
+            calibration=plan.options,
             minutes=options.fix_minutes,
             names=tuple(options.fix or FIXES),
         )

@@ -109,14 +109,11 @@ class Border:
         figures: each a ratio, see the module's first lines.
         images: with a border.
         ring_error: rms error within 8 pixels of the border, of both sides, in 8-bit steps.
-        signed: mean error of the ring inside less that of the interior, in 8-bit steps: rounding noise has no sign, a
-            weaker LoRA has one.
     """
 
     figures: tuple[BorderFigure, ...]
     images: int
     ring_error: float
-    signed: float
 
     @property
     def state(self) -> Literal["worse", "not worse", "invisible", "cannot tell"]:
@@ -202,12 +199,7 @@ def judge_border(errors: Sequence[Tensor], noise: Sequence[Tensor], masks: Seque
         middle, least, most = (math.exp(value) for value in (float(times.mean()), low, high))
         figures.append(BorderFigure(name, error, usual_error, middle, least, most, tuple(times.exp().tolist())))
     rings = [(each.near["ring inside"] ** 2 + each.near["ring outside"] ** 2) / 2 for each in of_error]
-    return Border(
-        tuple(figures),
-        len(errors),
-        math.sqrt(sum(rings) / len(rings)) / STEP_8BIT,
-        sum(each.signed for each in of_error) / len(of_error) / STEP_8BIT,
-    )
+    return Border(tuple(figures), len(errors), math.sqrt(sum(rings) / len(rings)) / STEP_8BIT)
 
 
 def _ratio(errors: BorderErrors, name: str) -> float:

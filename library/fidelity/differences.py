@@ -1,4 +1,4 @@
-"""How far a run is from the reference: by noise level, by region, over a sampling run, along the mask's border."""
+"""How far a run is from the reference: by noise level, over a sampling run, along the mask's border."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from library.fidelity.border import Border, judge_border, white_noise
 from library.fidelity.intervals import Share, ratio_interval
 from library.fidelity.runs import EvalSet, Outcome
-from library.precision.parity.seam import regions
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Differences:
 
     Attributes:
         velocity: over all noise levels.
-        velocity_by_sigma: sigma -> region (all, filled, known, ring; those that there are) -> error.
+        velocity_by_sigma: of each noise level.
         latents_by_step: after each step of the sampling run.
         latents, image: of the finished ones; NaN where there was no sampling or no decoding.
         border: of the decoded images; None without masks or images.
@@ -28,7 +27,7 @@ class Differences:
     """
 
     velocity: float
-    velocity_by_sigma: dict[float, dict[str, float]]
+    velocity_by_sigma: dict[float, float]
     latents_by_step: list[float]
     latents: float
     image: float
@@ -56,9 +55,8 @@ def compare(
     ``decode``: latents [1, C, h, w] -> pixels [1, 3, H, W], the reference's, for the border's control; without it the
     border is not judged.
     """
-    masks = [eval_set.mask(number) for number in range(len(eval_set.batches))]
     by_sigma = {
-        sigma: _by_region(reference.velocities[sigma], other.velocities[sigma], masks) for sigma in eval_set.sigmas
+        sigma: relative_error(reference.velocities[sigma], other.velocities[sigma]) for sigma in eval_set.sigmas
     }
     velocities = [
         [velocity for sigma in eval_set.sigmas for velocity in outcome.velocities[sigma]]
@@ -97,30 +95,6 @@ def _by_image(reference: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Te
     pairs = (zip(*lists, strict=True) for lists in zip(reference, other, strict=True))
     errors = ([float((b.double() - a.double()).square().sum()) for a, b in pair] for pair in pairs)
     return tuple(map(sum, zip(*errors, strict=True)))
-
-
-def mask_in_pixels(mask: Tensor, image: Tensor) -> Tensor:
-    """Return ``mask`` [h, w] of latent cells as one of the pixels of ``image`` [3, H, W]."""
-    factor = image.shape[-1] // mask.shape[-1]
-    return mask.repeat_interleave(factor, 0).repeat_interleave(factor, 1)
-
-
-def _by_region(
-    reference: Sequence[Tensor], other: Sequence[Tensor], masks: Sequence[Tensor | None]
-) -> dict[str, float]:
-    """Return region -> rms error there, of all samples that have a mask, over the rms of the whole reference."""
-    found = {"all": relative_error(reference, other)}
-    sums: dict[str, tuple[float, int]] = {}
-    size, count = 0.0, 0
-    for wanted, seen, mask in zip(reference, other, masks, strict=True):
-        if mask is None:
-            continue
-        where, error = regions(mask, 2), (seen - wanted).double().square()
-        size, count = size + float(wanted.double().square().sum()), count + wanted.numel()
-        for name, cells in (("filled", where.filled), ("known", where.known), ("ring", where.inside)):
-            total, number = sums.get(name, (0.0, 0))
-            sums[name] = total + float(error[:, cells].sum()), number + int(cells.sum()) * error.shape[0]
-    return found | {name: math.sqrt(total / number * count / size) for name, (total, number) in sums.items()}
 
 
 def border_errors_of(

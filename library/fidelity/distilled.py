@@ -81,20 +81,18 @@ class Distilled:
     """The comparison.
 
     Attributes:
-        name: of the distilled model, for people. steps: of its schedule.
+        name: of the distilled model, for people. sigmas: noise levels of its steps.
         share: rms of the effect on the base over the velocity's.
         rows: by strength, those that were run.
-        by_sigma: noise level -> size and direction at strength 1.
         equal: the strength of equal size; None where there is none up to ``MOST``.
         images: title -> finished pictures [3, H, W], for the page; empty where none were sampled.
         images_run: how many both models ran on.
     """
 
     name: str
-    steps: int
+    sigmas: Sequence[float]
     share: float
     rows: tuple[StrengthRow, ...]
-    by_sigma: Mapping[float, tuple[float, float]]
     equal: float | None
     images: Mapping[str, Sequence[Tensor]]
     images_run: int = 0
@@ -112,7 +110,7 @@ class Distilled:
     def sentence(self) -> str:
         """Return the verdict."""
         one = self.at(1.0)
-        where = f"on {self.name} ({counted(self.steps, 'step')})"
+        where = f"on {self.name} ({counted(len(self.sigmas), 'step')})"
         if not self.share:
             return (
                 f"The LoRA changes nothing on the base, so there is nothing to compare {where}; is it another model's?"
@@ -147,10 +145,9 @@ class Distilled:
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``report.json`` holds."""
-        fields = {key: getattr(self, key) for key in ("name", "steps", "share", "equal")}
-        by_sigma = {f"{sigma:.4g}": {"size": s, "direction": d} for sigma, (s, d) in self.by_sigma.items()}
+        fields = {key: getattr(self, key) for key in ("name", "sigmas", "share", "equal")}
         rows = [asdict(row) | {"error": row.error} for row in self.rows]
-        return fields | {"verdict": self.sentence(), "strengths": rows, "by_sigma": by_sigma}
+        return fields | {"verdict": self.sentence(), "strengths": rows}
 
 
 def compare_distilled(
@@ -207,20 +204,13 @@ def compare_distilled(
 
     first = size(1.0)
     equal = equal_strength(size, first)
-    by_sigma = {
-        sigma: _beside(
-            _differences(outcomes[1.0].velocities[sigma], plain.velocities[sigma]),
-            _differences(wanted.velocities[sigma], without.velocities[sigma]),
-        )
-        for sigma in sigmas
-    }
     shown = {"base": without, "base + LoRA": wanted, "distilled": plain, "distilled + LoRA": outcomes[1.0]}
     if equal is not None and equal != 1.0:
         shown[f"the LoRA at {equal:.2f}"] = outcomes[equal]
     share = _norm(effect) / _norm([each for sigma in sigmas for each in without.velocities[sigma]])
     images = {title: outcome.images for title, outcome in shown.items() if outcome.images}
     ordered = tuple(rows[strength] for strength in sorted(rows))
-    return Distilled(name, steps, share, ordered, by_sigma, equal, images, len(eval_set.batches))
+    return Distilled(name, sigmas, share, ordered, equal, images, len(eval_set.batches))
 
 
 def equal_strength(size: Callable[[float], float], first: float) -> float | None:

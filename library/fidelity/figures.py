@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from torch import Tensor
 
 from library.fidelity.border import RING, STEP_8BIT, WORDS, Border
@@ -30,33 +30,13 @@ from library.precision.parity.seam import border_distance
 LEAST_RANGE = 16  # 8-bit steps of the whole scale of differences
 ZOOM = 64  # pixels of the picture in a view of the border
 _IMAGES_SHOWN = 4
-_REGIONS = {"all": "#222222", "filled": "#1f77b4", "known": "#7f7f7f", "ring": "#d62728"}
 
 
-def error_by_sigma(named: Mapping[str, Differences]) -> Figure:
-    """Relative velocity error against the noise level, a panel for each of ``named``, a line for each region."""
-    figure = Figure(figsize=(1.2 + 3.4 * len(named), 3.2), layout="constrained")
-    axes = figure.subplots(1, len(named), sharey=True, squeeze=False)[0]
-    for axis, (title, differences) in zip(axes, named.items(), strict=True):
-        sigmas = sorted(differences.velocity_by_sigma)
-        for region, colour in _REGIONS.items():
-            values = [100 * differences.velocity_by_sigma[sigma].get(region, math.nan) for sigma in sigmas]
-            if not all(map(math.isnan, values)):
-                axis.plot(sigmas, values, marker="o", color=colour, label=region)
-        axis.set(xlabel="noise level σ", title=title)
-    axes[0].set_ylabel("velocity error, % of its size")
-    axes[0].set_ylim(bottom=0)
-    _legend(figure, axes[0])
-    return figure
-
-
-def error_over_steps(named: Mapping[str, Differences]) -> Figure:
-    """Relative error of the latents after every step of a sampling run."""
-    figure, axis = _plot(6.4, 3.2, "sampling step", "latents' error, % of their size")
-    for title, differences in named.items():
-        values = [100 * value for value in differences.latents_by_step]
-        axis.plot(range(1, len(values) + 1), values, marker=".", label=title)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+def error_curves(named: Mapping[str, Mapping[float, float]], along: str, of: str) -> Figure:
+    """Relative errors ``of`` something ``along`` something, a line for each of ``named``."""
+    figure, axis = _plot(6.4, 3.2, along, f"{of}, % of its size")
+    for title, errors in named.items():
+        axis.plot([*errors], [100 * error for error in errors.values()], marker=".", label=title)
     axis.set_ylim(bottom=0)
     _legend(figure, axis)
     return figure

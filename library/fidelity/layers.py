@@ -30,21 +30,16 @@ OUTLIER = 10.0  # a channel is one if its rms is over ten times the median chann
 
 @dataclass(frozen=True)
 class ActivationSizes:
-    """Sizes of one layer's inputs: rms, the largest, outliers."""
+    """Sizes of one layer's inputs: rms, the largest, and how many channels are outliers."""
 
     rms: float
     largest: float
-    outlier_channels: tuple[int, ...]
+    outliers: int
 
     @property
     def peak(self) -> float | None:
         """The largest over the rms."""
         return self.largest / self.rms if self.rms else None
-
-    @property
-    def outliers(self) -> int:
-        """How many channels are outliers."""
-        return len(self.outlier_channels)
 
 
 @dataclass(frozen=True)
@@ -165,8 +160,8 @@ def linear_layers(model: nn.Module) -> list[str]:
 
 def _sizes(inputs: LayerInputs) -> ActivationSizes:
     rms = inputs.rms
-    outliers = (rms > OUTLIER * rms.median()).nonzero().flatten().tolist()
-    return ActivationSizes(float(rms.square().mean().sqrt()), float(inputs.amax.max()), tuple(outliers))
+    outliers = int((rms > OUTLIER * rms.median()).sum())
+    return ActivationSizes(float(rms.square().mean().sqrt()), float(inputs.amax.max()), outliers)
 
 
 def _kind(layer: Any) -> str:

@@ -24,8 +24,7 @@ from library.fidelity.figures import (
     attribution_bars,
     border_intervals,
     difference_range,
-    error_by_sigma,
-    error_over_steps,
+    error_curves,
     image_rows,
     layer_errors,
     picture_rows,
@@ -61,7 +60,6 @@ def write_distilled(distilled: Distilled, title: str, folder: Path) -> list[Path
         "sentence": sentence,
         "pictures": image_rows(distilled.images) if distilled.images else None,
         "strengths": _table(_TABLES["distilled"], distilled.rows),
-        "levels": _table(_TABLES["level"], [*distilled.by_sigma.items()]),
     }
     measured = {"title": title, "distilled": distilled.as_json()}
     return _write(folder, title, measured, headline=sentence, alarm=distilled.alarm, distilled=shown)
@@ -89,10 +87,12 @@ def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:
         figures.append(("Causes, one at a time", text, attribution_bars(full, report.attributions)))
     if len(full.velocity_by_sigma) > 1:
         text = "Error of one step of the model, by how much noise there is in its input (1: nothing else)."
-        figures.append(("By noise level", text, error_by_sigma(dict(list(named.items())[:3]))))
+        curves = {title: dict(sorted(each.velocity_by_sigma.items())) for title, each in named.items()}
+        figures.append(("By noise level", text, error_curves(curves, "noise level", "velocity error")))
     if len(full.latents_by_step) > 1:
         text = "How the error grows while an image is sampled."
-        figures.append(("Over a sampling run", text, error_over_steps(named)))
+        curves = {title: dict(enumerate(each.latents_by_step, 1)) for title, each in named.items()}
+        figures.append(("Over a sampling run", text, error_curves(curves, "sampling step", "latents' error")))
     layers, tensors = report.comparison.layers, report.comparison.tensors
     tables = {
         "fixes": _table(_FIX_COLUMNS, fix_rows(report.fixes, full)) if report.fixes else None,
@@ -147,7 +147,6 @@ def _measured(report: Report) -> dict[str, Any]:
             "border_cause": verdict.border_cause and verdict.border_cause.as_json(),
             "explained": verdict.explained,
             "findings": [finding.as_json() for finding in named],
-            "split": verdict.split,
             "words": report.lines(),
         },
         "merges": [

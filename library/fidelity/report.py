@@ -118,7 +118,6 @@ class Report:
             "What to do first": [] if self.painted and not verdict.alarm else [nothing + REMEDIES[main.cause]],
             "Recommended of the fixes": [recommendation(self.best, self.full)] if self.fixes else [],
             "What costs nothing": [each.words for each in self.remedies if not each.cost and not each.cause],
-            "How the error splits": [verdict.parts()],
             "How the server merges": merge_sentences(self.merges),
             "The border": verdict.on_the_border(self.server is not None),
             "What else was found": [each.sentence() for each in others if each not in (*small, *unsure)],

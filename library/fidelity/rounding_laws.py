@@ -34,7 +34,6 @@ class Steps:
 
     Attributes:
         beyond: share of all entries that err more than allowed. farthest: the largest error.
-        off_nearest: share that errs more than half a step.
         drift: mean over the seen, positive away from zero. energy: mean of squares over the seen, at most one step far.
         against: share of the seen whose error has the other sign than the drift.
         flushed: share of seen subnormal numbers that became zero. seen: how many there are.
@@ -42,7 +41,6 @@ class Steps:
 
     beyond: float
     farthest: float
-    off_nearest: float
     drift: float
     against: float
     energy: float
@@ -129,7 +127,7 @@ def steps_of(served: Fp8Weight, wanted: Tensor, base: Tensor | None = None) -> S
     """
     fp8, scale = served.fp8, served.steps()
     allowed = MOST if base is None else 2 * MOST
-    beyond = off = near = drift = above = below = energy = subnormal = flushed = 0.0
+    beyond = near = drift = above = below = energy = subnormal = flushed = 0.0
     seen, farthest = 0, 0.0
     lowest = int(math.log2(fp8.min_normal))
     rows = max(1, CHUNK // wanted.shape[1])
@@ -146,7 +144,6 @@ def steps_of(served: Fp8Weight, wanted: Tensor, base: Tensor | None = None) -> S
         within = large & (size <= allowed)
         small = (v.abs() > 1.25 * step) & (v.abs() < fp8.min_normal)
         beyond += float((size > allowed).sum())
-        off += float((size > 0.5 + _TOLERANCE).sum())
         farthest = max(farthest, float(size.max()))
         drift += float(error[within].sum())
         above += float((error[within] > _TOLERANCE / 2).sum())
@@ -159,7 +156,7 @@ def steps_of(served: Fp8Weight, wanted: Tensor, base: Tensor | None = None) -> S
     n, near = wanted.numel(), max(near, 1.0)
     flushed = flushed / subnormal if subnormal else 0.0
     against = (below if drift > 0 else above) / near
-    return Steps(beyond / n, farthest, off / n, drift / near, against, energy / near, flushed, seen)
+    return Steps(beyond / n, farthest, drift / near, against, energy / near, flushed, seen)
 
 
 def over_scale(weight: Tensor, scale: Tensor | None, rows: slice) -> Tensor:

@@ -68,17 +68,6 @@ class EvalSet:
         """Return the region that a sample's user drew, [1, H, W] from 0 to 1; None without one."""
         return drawn_mask(self.pixels[number], self.kind)
 
-    def mask(self, number: int) -> Tensor | None:
-        """Return a sample's region to fill in latent cells, [h, w] bool; None without one.
-
-        A cell counts as filled if at least half of it is.
-        """
-        drawn = self.drawn(number)
-        if drawn is None:
-            return None
-        height, width = self.batches[number].latents.shape[-2:]
-        return _with_a_border(F.adaptive_avg_pool2d(drawn[None], (height, width))[0, 0] >= 0.5)
-
     def border_mask(self, number: int) -> Tensor | None:
         """Return the region as it was drawn, [H, W] bool; None without a border."""
         drawn = self.drawn(number)

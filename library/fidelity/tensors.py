@@ -73,7 +73,7 @@ class TensorRow:
         error: |deployed - reference| / |reference|, the LoRA's update counted in where it came merged.
         expected: the same of rounding to nearest in the format that most of the deployment's weights have.
         own_expected: the same in its own format.
-        gain: <deployed, reference> / |reference|^2. error_after_gain: what is left when that is taken out.
+        gain: <deployed, reference> / |reference|^2.
         zeros, subnormals, saturated: shares of the fp8 values; zeros count where the reference is not zero.
         lora_share: of the LoRA's update that is in it; None without a LoRA for it. lora_doubt: its standard error.
         lora_kept: what rounding to nearest would leave of the update in a merge into the weight's own numbers.
@@ -91,7 +91,6 @@ class TensorRow:
     expected: float = 0.0
     own_expected: float = 0.0
     gain: float = 1.0
-    error_after_gain: float = 0.0
     zeros: float = 0.0
     subnormals: float = 0.0
     saturated: float = 0.0
@@ -344,9 +343,7 @@ def _measure(pair: _Pair, dtype: str) -> _Measured:
     elif (quantized := _on_a_casts_grid(numbers)) is not None:
         row = replace(row, kind=f"{row.kind}, on the grid of {quantized.fp8.name} cast")
     stored = stored or quantized
-    gain = gain_of(numbers, wanted)
-    after = relative(numbers / gain, wanted) if gain else 1.0
-    row = replace(row, gain=gain, error_after_gain=after)
+    row = replace(row, gain=gain_of(numbers, wanted))
     nearest = rounded(stored, wanted)
     if quantized is not None:
         zeros, subnormals, saturated = _shares(quantized, wanted)

@@ -40,7 +40,6 @@ class Attribution:
 
 NORMAL = ("weights", "merge", "modulation_in_fp8")  # rounding as it must be, and a choice: the price of the format
 _ROUNDING = ("weights", "modulation_in_fp8", "embedders_in_fp8", "sensitive_layer")
-_PARTS = {"weights": "base", "merge": "merge", "activations": "activations"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class Verdict:
         border_cause: what puts it there; None where nothing does, or no single cause.
         explained: share of the weights' squared velocity error that is gone with every compared tensor put back; None
             where the reference's weights run.
-        split: base, merge, activations -> what each alone puts the output off; of those that there are, if several.
         normal: causes that are no defects, the price of the format.
         shares: cause of a run -> what it makes of the error. images: that they are measured on.
     """
@@ -62,7 +60,6 @@ class Verdict:
     border: Border | None
     border_cause: Finding | None
     explained: float | None = None
-    split: Mapping[str, float] = field(default_factory=dict)
     normal: tuple[str, ...] = NORMAL
     shares: Mapping[str, Share] = field(default_factory=dict)
     images: int = 0
@@ -118,12 +115,6 @@ class Verdict:
     def images_wanted(self, finding: Finding) -> str:
         """Return how many images would tell whether a finding makes a real part of the error, in words."""
         return images_to_tell(self.images, finding.share, finding.low, finding.high, WORTH_MENDING)
-
-    def parts(self) -> str:
-        """Return how the served error splits, in words; empty where it is of one kind."""
-        whole = sum(size**2 for size in self.split.values()) or 1.0
-        words = ", ".join(f"{name} {size**2 / whole:.0%} ({size:.2%} off)" for name, size in self.split.items())
-        return f"The served error splits into {words}." if words else ""
 
     def on_the_border(self, has_server_image: bool) -> list[str]:
         """Return what there is to say about the border; nothing without one.
@@ -190,13 +181,11 @@ def judge(
         findings.append(Finding("activation_scale", 0.0, unfit, text, 0.0, 0.0, exact=gross))
     findings.sort(key=lambda finding: -finding.share)
     explained = comparison.explained if variant.weights else None
-    split = {part: math.sqrt(sizes[cause]) for cause, part in _PARTS.items() if cause in sizes}
     return Verdict(
         tuple(findings),
         full.border,
         _named(_on_the_border(full, attributions), findings),
         explained,
-        split if len(split) > 1 else {},
         (*NORMAL, "activations") if variant.activations == "auto" else NORMAL,
         shares,
         len(full.by_image),

@@ -150,15 +150,6 @@ def test_what_saving_in_8_bits_rounds_away_does_not_decide() -> None:
     assert all(math.isfinite(figure.times) for figure in seen.figures)
 
 
-def test_a_ring_that_is_darker_has_a_sign() -> None:
-    def darken(error: Tensor, mask: Tensor) -> Tensor:
-        error[:, regions(mask, 8).inside] -= 5 * STEP_8BIT
-        return error
-
-    assert judged(8, darken).signed == pytest.approx(-5, abs=0.3)
-    assert abs(judged(8, lambda error, mask: error).signed) < 0.3
-
-
 def test_the_interval_is_the_bootstrap_of_the_mean() -> None:
     """Of many normal numbers the percentile bootstrap is mean +- 1.96 standard errors (Efron 1979)."""
     values = 3 + torch.randn(400, generator=torch.Generator().manual_seed(4), dtype=torch.float64)

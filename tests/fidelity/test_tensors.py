@@ -474,8 +474,6 @@ def test_the_error_and_the_gain_are_those_of_float64(reference: nn.Module) -> No
     low = deployed.get_submodule(LAYER).dequantized(torch.float32).double()  # type: ignore[operator]
     assert row.error == pytest.approx(float((low - high).norm() / high.norm()), rel=1e-5)
     assert row.gain == pytest.approx(float((low * high).sum() / high.square().sum()), rel=1e-6)
-    after = float((low / row.gain - high).norm() / high.norm())
-    assert row.error_after_gain == pytest.approx(after, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def differences(by_image: list[float]) -> Differences:
 
 
 def layer(number: int, retention: float | None, error: float = 0.025, effect: float = 0.024) -> LayerRow:
-    sizes = ActivationSizes(1.0, 9.0, ())
+    sizes = ActivationSizes(1.0, 9.0, 0)
     return LayerRow(f"blocks.{number}", "", 4096, error, error, False, "", retention, 0.5, effect, sizes)
 
 

@@ -82,7 +82,6 @@ class BorderErrors:
 
     near: Mapping[str, float]
     far: Mapping[str, float]
-    signed: float
 
 
 def border_errors(error: Tensor, mask: Tensor, ring: int) -> BorderErrors:
@@ -90,7 +89,7 @@ def border_errors(error: Tensor, mask: Tensor, ring: int) -> BorderErrors:
 
     Of both sides the rms ("ring inside", "ring outside") and that of the high-pass part ("grain inside", "grain
     outside"); as "step" the mean absolute difference of neighbours across the border, beside that of neighbours in the
-    interior. ``signed`` is the mean error of the ring inside less that of the interior.
+    interior.
 
     Raises:
         ValueError: the mask has no border.
@@ -102,8 +101,7 @@ def border_errors(error: Tensor, mask: Tensor, ring: int) -> BorderErrors:
     far = {"ring inside": _rms(error, where.interior), "ring outside": _rms(error, where.exterior)}
     far |= {"grain inside": _rms(grain, where.interior), "grain outside": _rms(grain, where.exterior)}
     near["step"], far["step"] = _steps(error, where)
-    signed = float(error[:, where.inside].mean() - error[:, where.interior].mean())
-    return BorderErrors(near, far, signed)
+    return BorderErrors(near, far)
 
 
 def high_pass(image: Tensor) -> Tensor:
