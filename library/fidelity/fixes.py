@@ -192,8 +192,11 @@ def try_fixes(
     if gains and deployment.merge is not None and 0 < median(gains) < 0.95:
         stronger = replace(deployment, strength=deployment.strength / median(gains))
         attempt("strength", f"none: the LoRA at {stronger.strength:.2f}", lambda: (models, stronger, ()))
-    builder = FixBuilder(models, served, options)
-    fitted, rebuilt = builder.fitted, builder.rebuilt
+    rebuilt = functools.cache(lambda: _rebuilt(models, options))
+
+    def fitted(changed: Models, correction_rank: int = 0) -> Made:
+        return _fitted(changed, options, correction_rank, served)
+
     ranks = f"{CORRECTION_RANK} ranks more in every quantised layer"
     anew = "a file of the same size, scaled and rounded anew"
     attempt("refit", "a forward pass over the calibration; the same rank", lambda: fitted(models))
@@ -243,57 +246,43 @@ def fix_table(fixes: Sequence[Fix], before: Differences) -> Table:
     return table
 
 
-class FixBuilder:
-    """Makes the files that fixes need, each once."""
+def _rebuilt(models: Models, options: FixOptions) -> Models:
+    """Write the deployed model anew and return the models with it deployed."""
+    deployed = models.base(deployed=True)
+    stored = {n: m.quantized() for n, m in deployed.named_modules() if isinstance(m, QuantizedLinear)}
+    high = [name for name, m in deployed.named_modules() if isinstance(m, nn.Linear) and name not in stored]
+    if not stored:
+        raise UserError("nothing of the deployed model is quantised, so there is nothing to round anew")
+    scheme = Counter(weight.scheme for weight in stored.values()).most_common(1)[0][0]
+    if isinstance(scheme, ReadOnlyScheme):
+        raise UserError(scheme.refusal)
+    if isinstance(scheme, Fp8Scheme) and scheme.granularity == "cast":  # a file without scales gets some
+        scheme = replace(scheme, granularity="tensor")
+    file = models.deployed_family.quantized_file() if models.deployed.path else None
+    layout: LayoutKind = USUAL_LAYOUTS[scheme.name]
+    if file is not None and file.layout in WRITTEN_LAYOUTS and file.layout != "plain":
+        layout = file.layout
+    if layout == "comfy_scaled" and isinstance(scheme, Fp8Scheme):
+        scheme = replace(scheme, fp8=E4M3FN)  # ComfyUI reads it so; with scales nothing needs the range of e5m2
+    precise = [one.full_precision for one in file.weights.values()] if file is not None else []
+    usual = Counter(each for each in precise if each is not None).most_common(1)
+    patterns = (f"^({'|'.join(map(re.escape, high))})$",) if high else ()
+    recipe = Recipe(scheme, (), patterns, seed=options.calibration.seed)
+    del deployed, stored
+    low = not usual[0][0] if usual else None  # products as the deployed file wants them
+    base = Path(models.config.pretrained_model_name_or_path)
+    target = options.folder / ("rebuilt" if base.expanduser().is_dir() else "rebuilt.safetensors")
+    quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), models.plan(options.calibration), low)
+    return replace(models, deployed=DeployedWeights(target.name, target, None))
 
-    def __init__(self, models: Models, served: Variant, options: FixOptions) -> None:
-        self.models, self.served, self.options = models, served, options
-        self.rebuilt, self.refitted = functools.cache(self._rebuild), functools.cache(self._refit)
 
-    def _rebuild(self) -> Models:
-        """Write the deployed model anew and return the models with it deployed."""
-        models = self.models
-        deployed = models.base(deployed=True)
-        stored = {n: m.quantized() for n, m in deployed.named_modules() if isinstance(m, QuantizedLinear)}
-        high = [name for name, m in deployed.named_modules() if isinstance(m, nn.Linear) and name not in stored]
-        if not stored:
-            raise UserError("nothing of the deployed model is quantised, so there is nothing to round anew")
-        scheme = Counter(weight.scheme for weight in stored.values()).most_common(1)[0][0]
-        if isinstance(scheme, ReadOnlyScheme):
-            raise UserError(scheme.refusal)
-        if isinstance(scheme, Fp8Scheme) and scheme.granularity == "cast":  # a file without scales gets some
-            scheme = replace(scheme, granularity="tensor")
-        file = models.deployed_family.quantized_file() if models.deployed.path else None
-        layout: LayoutKind = USUAL_LAYOUTS[scheme.name]
-        if file is not None and file.layout in WRITTEN_LAYOUTS and file.layout != "plain":
-            layout = file.layout
-        if layout == "comfy_scaled" and isinstance(scheme, Fp8Scheme):
-            scheme = replace(scheme, fp8=E4M3FN)  # ComfyUI reads it so; with scales nothing needs the range of e5m2
-        precise = [one.full_precision for one in file.weights.values()] if file is not None else []
-        usual = Counter(each for each in precise if each is not None).most_common(1)
-        patterns = (f"^({'|'.join(map(re.escape, high))})$",) if high else ()
-        recipe = Recipe(scheme, (), patterns, seed=self.options.calibration.seed)
-        del deployed, stored
-        low = not usual[0][0] if usual else None  # products as the deployed file wants them
-        base, options = Path(models.config.pretrained_model_name_or_path), self.options
-        target = options.folder / ("rebuilt" if base.expanduser().is_dir() else "rebuilt.safetensors")
-        quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), models.plan(options.calibration), low)
-        return replace(models, deployed=DeployedWeights(target.name, target, None))
-
-    def _refit(self, models: Models, correction_rank: int) -> Path:
-        """Return the LoRA refitted to the weights that ``models`` deploy."""
-        name = "corrected" if correction_rank else "refitted"
-        if models is not self.models and models.deployed.path:  # a rebuilt file
-            name += f"_for_{models.deployed.path.stem}"
-        save_to = self.options.folder / f"{name}.safetensors"
-        quiet, options = Console(quiet=True), self.options
-        refit_lora(options.lora, models, save_to, options.calibration, quiet, correction_rank=correction_rank)
-        return save_to
-
-    def fitted(self, models: Models, correction_rank: int = 0) -> Made:
-        """Return ``models`` with the LoRA refitted to the weights they deploy."""
-        lora, targets = self.refitted(models, correction_rank), models.targets
-        rebuilt = (models.deployed.path,) if models is not self.models and models.deployed.path else ()
-        weights = targets.by_component(load_lora(lora, targets).weights)
-        ours = {**models.loras, targets.file_prefix: weights.get(targets.file_prefix, {})}
-        return replace(models, loras=ours), self.served, (*rebuilt, lora)
+def _fitted(models: Models, options: FixOptions, correction_rank: int, served: Variant) -> Made:
+    """Return ``models`` with the LoRA refitted to the weights they deploy, run as ``served``."""
+    targets, path, quiet = models.targets, models.deployed.path, Console(quiet=True)
+    made = (path,) if path is not None and path.parent == options.folder else ()
+    name = "corrected" if correction_rank else "refitted"
+    lora = options.folder / f"{name}{'_for_rebuilt' if made else ''}.safetensors"
+    refit_lora(options.lora, models, lora, options.calibration, quiet, correction_rank=correction_rank)
+    weights = targets.by_component(load_lora(lora, targets).weights)
+    ours = {**models.loras, targets.file_prefix: weights.get(targets.file_prefix, {})}
+    return replace(models, loras=ours), served, (*made, lora)

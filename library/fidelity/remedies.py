@@ -96,7 +96,7 @@ def costly_remedies(
     loras: Sequence[Path],
     command_words: Sequence[str],
 ) -> list[Remedy]:
-    """Return what fits or trains the LoRA to the deployment, the cheapest first; nothing if it cannot, or is no help.
+    """Return what fits the LoRA to the deployment, the cheapest first; nothing if it cannot, or is no help.
 
     ``rounding``: of the weights, its share. ``command_words``: of the report's own command; a fix is that once more.
     """
@@ -108,33 +108,14 @@ def costly_remedies(
     again, beside = (_BYPASS, "; load it with the bypass") if in_comfyui else ((), "")
     refit = ("tools/refit_lora.py", *words, *(("--save_format", "comfy") if in_comfyui else ()))
     fix = ("tools/precision_report.py", *command_words, "--save_to", SAVE_TO, "--fix")
+    same = f"Refit the LoRA to this file: the same rank, its layers fitted on your images{beside}."
+    more = f"Refit it with 32 ranks more in every quantised layer, which undo a part of the rounding{beside}."
+    every = "Try every fix on your images and name the cheapest that does."
+    larger = (*refit, "--correction_rank", "32")
     return [
-        Remedy(
-            f"Refit the LoRA to this file: the same rank, its layers fitted on your images{beside}.",
-            "refitted",
-            "lora",
-            refit,
-            "one pass over the images",
-            again,
-            rounding,
-        ),
-        Remedy(
-            f"Refit it with 32 ranks more in every quantised layer, which undo a part of the rounding{beside}.",
-            "corrected",
-            "lora",
-            (*refit, "--correction_rank", "32"),
-            "a larger LoRA",
-            again,
-            rounding,
-        ),
-        Remedy(
-            "Try every fix on your images and name the cheapest that does.",
-            "fixes",
-            "fixes",
-            fix,
-            "half an hour and more",
-            takes_off=rounding,
-        ),
+        Remedy(same, "refitted", "lora", refit, "one pass over the images", again, rounding),
+        Remedy(more, "corrected", "lora", larger, "a larger LoRA", again, rounding),
+        Remedy(every, "fixes", "fixes", fix, "half an hour and more", takes_off=rounding),
     ]
 
 

@@ -41,10 +41,9 @@ from library.data.buckets import cover
 from library.data.cache import load_pixels
 from library.data.images import decode, to_image, to_pixels
 from library.errors import UserError, counted, did_you_mean
-from library.fidelity.border import RING, Border
+from library.fidelity.border import RING
 from library.fidelity.calibration import Calibration
 from library.fidelity.conditioning import give
-from library.fidelity.differences import compare
 from library.fidelity.intervals import ratio_interval
 from library.fidelity.runs import EvalSet, Outcome, batched, conditions_of, run_variant
 from library.fidelity.server_habits import (
@@ -144,8 +143,8 @@ class ServerResult:
         declared: what the deployment was said to do. trained: what the region is blanked with in training, in [-1, 1].
         rounding: how far something in bf16 puts the reference's pictures off, as another card or program may.
         by_chance: share that the nearest explains with another seed.
-        border: of the server's pictures. along, elsewhere: their rms distance from the reference within 8 pixels of
-            the mask's border, and beyond, in 8-bit steps; NaN without one.
+        along, elsewhere: rms distance from the reference within 8 pixels of the mask's border, and beyond, in 8-bit
+            steps; NaN without one.
     """
 
     names: tuple[str, ...]
@@ -160,7 +159,6 @@ class ServerResult:
     trained: float | None = None
     rounding: float = 0.0
     by_chance: float = 0.0
-    border: Border | None = None
     along: float = math.nan
     elsewhere: float = math.nan
 
@@ -214,10 +212,9 @@ class ServerResult:
             {"words": each.words, "distance": each.distance, "explained": each.explained, "by_picture": each.distances}
             for each in (self.reference, *self.descriptions)
         ]
-        found: dict[str, Any] = {"state": self.state, "pictures": self.names, "steps": self.steps, "floor": self.floor}
-        found |= {"rivals": [each.words for each in self.rivals], "border": self.border}
-        found |= {"along": self.along, "elsewhere": self.elsewhere}
-        return found | {"unexplained": self.unexplained, "descriptions": rows}
+        names = ("state", "steps", "floor", "along", "elsewhere", "unexplained")
+        found = {name: getattr(self, name) for name in names} | {"pictures": self.names, "descriptions": rows}
+        return found | {"rivals": [each.words for each in self.rivals]}
 
 
 def explain_server(
@@ -252,24 +249,12 @@ def explain_server(
         search.advance = progress("what the server does", _MOST_RUNS)
         found = search.ordered(search.nearest(habits_of(models, declared, eval_set)))
     masks = [eval_set.border_mask(number) for number in range(len(pictures))]
-    encoder, reference = models.image_encoder(REFERENCE), search.reference
-    shift = [
-        encoder.encode(one[None])[0] - encoder.encode(other[None])[0]
-        for one, other in zip(painted, reference.images, strict=True)
-    ]
-    theirs = [latents + each for latents, each in zip(search.latents, shift, strict=True)]
-    served = compare(
-        Outcome(path=[search.latents], images=list(reference.images)),
-        Outcome(path=[theirs], images=painted),
-        replace(eval_set, sigmas=()),
-        encoder.decode,
-    )
-    along, elsewhere = _along(painted, reference.images, masks)
+    along, elsewhere = _along(painted, search.reference.images, masks)
     return ServerResult(
         names=tuple(each.path.name for each in pictures),
         steps=steps,
         painted=tuple(painted),
-        reference=reference,
+        reference=search.reference,
         descriptions=found,
         floor=_rms(search.floors),
         rivals=search.rivals(found[0]) if found else (),
@@ -278,7 +263,6 @@ def explain_server(
         trained=trained_level(eval_set),
         rounding=search.rounding(),
         by_chance=search.with_another_seed(found[0]) if found else 0.0,
-        border=served.border,
         along=along,
         elsewhere=elsewhere,
     )
@@ -300,17 +284,14 @@ class _Search:
     advance: Callable[[int], None]
     done: dict[tuple[str, ...], Description] = field(default_factory=dict)
     floors: list[float] = field(default_factory=list)
-    latents: list[Tensor] = field(default_factory=list)
     _network: tuple[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         """Paint the reference."""
-        outcome = self._run({})
-        self.latents = outcome.latents
-        pairs = zip(self.pictures, outcome.images, strict=True)
-        self.floors = [_floor(each.path, image) for each, image in pairs]
+        images = self._run({}).images
+        self.floors = [_floor(each.path, image) for each, image in zip(self.pictures, images, strict=True)]
         self.reference = Description("the reference")
-        self.reference = self.done[()] = self._judged(self.reference, outcome.images)
+        self.reference = self.done[()] = self._judged(self.reference, images)
 
     def nearest(self, tiers: Sequence[Sequence[Habit]]) -> Description:
         """Return what comes nearest of one tier after another, until one explains all."""

@@ -71,9 +71,9 @@ def findings(server: ServerResult) -> tuple[Finding, ...]:
     """Return a finding for each habit that the pictures show; empty where they alarm nobody."""
     if not is_alarm(server):
         return ()
-    if server.state != "explained":
-        return (Finding("server", 1.0, (), " ".join([headline(server), *map(as_sentence, sentences(server))])),)
     said = " ".join([headline(server), *map(as_sentence, sentences(server))])
+    if server.state != "explained":
+        return (Finding("server", 1.0, (), said),)
     return tuple(Finding(name, part, (), f"{words}. {said}") for name, words, part in _named(server))
 
 
