@@ -40,7 +40,7 @@ from library.errors import exit_on_user_error
 from library.fidelity.border import LIMITS, STEP_8BIT, judge_border
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployed import parse_deployment
-from library.fidelity.differences import border_errors_of, mask_in_pixels, relative_error
+from library.fidelity.differences import border_errors_of, relative_error
 from library.fidelity.intervals import interval
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
 from library.fidelity.serving import REFERENCE, Variant
@@ -143,8 +143,7 @@ class Bench:
         - ``known``: rms error of the known side within 8 pixels of the border, and of the rest of it, in 8-bit steps.
         """
         eval_set = self.inputs("grey")
-        cells = [eval_set.mask(number) for number in range(len(found.images))]
-        masks = [m if m is None else mask_in_pixels(m, image) for m, image in zip(cells, found.images, strict=True)]
+        masks = [eval_set.border_mask(number) for number in range(len(found.images))]
         errors, control, borders = border_errors_of(wanted, found, masks, self.encoder.decode)
         border = judge_border(errors, control, borders)
         assert border is not None
