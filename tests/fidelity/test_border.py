@@ -105,7 +105,7 @@ def test_an_interval_that_crosses_its_limit_is_never_worded_as_yes_or_no() -> No
     states = set()
     for _ in range(300):
         times, width = np.exp(random.normal(0.3, 0.4)), np.exp(random.exponential(0.5))
-        found = Border(figures(times, times / width, times * width), int(random.integers(1, 20)), 9.0, 0.0)
+        found = Border(figures(times, times / width, times * width), int(random.integers(1, 20)), 9.0)
         crossed = all(each.low <= each.limit <= each.high for each in found.figures)
         states.add(found.state)
         assert ("border is worse, and" in found.sentence()) == (found.state == "worse")

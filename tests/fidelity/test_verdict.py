@@ -138,7 +138,7 @@ def test_a_lora_on_a_distilled_model_is_weaker_only_if_all_of_the_interval_is(
     low: float, high: float, said: str
 ) -> None:
     row = StrengthRow(1.0, 0.98, 0.9, low=low, high=high)
-    found = Distilled("turbo", 4, 0.1, (row,), {}, 1.0, {}, 6)
+    found = Distilled("turbo", (1.0,) * 4, 0.1, (row,), 1.0, {}, 6)
     assert row.judgement == said
     assert ("cannot tell" in found.sentence()) == (said == "")
     assert found.alarm == (said in ("weaker", "stronger"))
