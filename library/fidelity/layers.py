@@ -121,8 +121,9 @@ def layer_row(
         base, wanted = reference if quantized is None else on_own_grid(quantized, reference), target
     retained = update_retention(numbers(served), base, delta) if delta is not None and inside else None
     nearest = relative_output_error(rounded(quantized, target) - target, target, inputs)
-    unknown = tensor.fault in ("ruined_layer", "other_lora")
-    compensated = unknown and relative_output_error(weight - wanted, wanted, inputs) < nearest
+    # numbers that GPTQ moved far can look zeroed or clipped
+    changed = tensor.fault in ("ruined_layer", "other_lora", "zeroed", "clipped")
+    compensated = changed and relative_output_error(weight - wanted, wanted, inputs) < nearest
     return LayerRow(
         name=tensor.layer,
         kind=_kind(deployed),

@@ -124,7 +124,9 @@ def _along_the_other_axis(
 
 
 def _shifted(stored: QuantizedWeight, steps: Tensor, wanted: Tensor) -> Iterator[Candidate]:
-    """Codes that are one too high or too low, or that wrap around above the largest."""
+    """Codes of integers that are one too high or too low, or that wrap around above the largest."""
+    if not isinstance(stored, Int8Weight | GgufWeight):
+        return
     turn, long = stored.scheme.rotate, steps.repeat_interleave(wanted.shape[1] // steps.shape[1], 1)
     values = turn(wanted)
     if isinstance(stored, Int8Weight) or getattr(stored, "type", "") == "Q8_0":

@@ -170,7 +170,10 @@ def without_compensated(rows: Sequence[TensorRow], layers: Collection[str]) -> l
     Rounding that makes up for errors by activations (GPTQ) changes weights by more than a step; damage never helps.
     """
     diagnosis = "changed by more than rounding, and its outputs err less for it"
-    return [replace(row, fault="", diagnosis=diagnosis) if row.layer in layers and row.fault else row for row in rows]
+    of_weights = {f"{layer}.weight" for layer in layers}
+    return [
+        replace(row, fault="", diagnosis=diagnosis) if row.name in of_weights and row.fault else row for row in rows
+    ]
 
 
 def stored_dtypes(family: Family) -> dict[str, str]:
