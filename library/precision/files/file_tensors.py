@@ -50,7 +50,10 @@ _UNREAD = read_toml(Path(__file__).with_name("unread.toml"))[0]
 
 @dataclass(frozen=True)
 class FileTensors:
-    """The tensors of a model's files by name, and their strings."""
+    """The tensors of a model's files by name, and their strings.
+
+    What would be damage is asked with ``any``: a dry run reads tensors without numbers, of which none is true.
+    """
 
     path: Path
     entries: Mapping[str, TensorEntry]
@@ -103,9 +106,10 @@ class FileTensors:
             if inputs % size or size > run or (size == run and rows):
                 continue
             groups = magnitudes.reshape(outputs * inputs // size, size)
-            full = groups[(groups != 0).any(-1)] == largest
-            chance = -torch.expm1(-full.float().sum(-1).mean())  # that a group has any, were they spread at random
-            if full.any(-1).all() and len(full) * chance.log() < _BY_CHANCE:
+            empty, full = (groups == 0).all(-1), groups == largest
+            share = full.sum() / (~empty).sum()
+            chance = -torch.expm1(-share)  # that a group has any, were they spread at random
+            if ((full.any(-1) | empty).all() & ((~empty).sum() * chance.log() < _BY_CHANCE)).any():
                 what = f"each run of {size} inputs" if size < inputs else "each row"
                 raise self.damaged(name, f"is too few scales: {what} of its weight reaches the largest number")
 

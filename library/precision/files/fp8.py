@@ -328,7 +328,7 @@ class StoredFp8(StoredWeight):
                 scaled
                 and values.ndim == 2
                 and values.numel()
-                and (codes & 0x7F).max() >= _code(self.fp8, self.fp8.max / 4)
+                and ((codes & 0x7F) >= _code(self.fp8, self.fp8.max / 4)).any()
             ):
                 why = "reaches numbers that only scaled weights do, as others of the file are, and its scale is missing"
                 raise file.damaged(self.name, why)

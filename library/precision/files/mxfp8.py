@@ -106,7 +106,8 @@ class StoredMxfp8(StoredBlockScaled):
         if holds_nan_or_inf(values):
             raise file.damaged(self.name, "holds NaN")
         name = self.tensors["block_scale"]
-        if (worst := int(blocks.max())) > _LARGEST_EXPONENT:
+        if (blocks > _LARGEST_EXPONENT).any():
+            worst = int(blocks.max())
             what = "NaN" if worst == 255 else f"2^{worst - 127}, which no weight is as large as"
             raise file.damaged(name, f"holds {what}")
         numbers = values.view(torch.uint8)

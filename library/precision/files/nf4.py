@@ -166,15 +166,15 @@ class StoredNf4(StoredReadOnly):
 
     def _check(self, file: FileTensors, absmax: Tensor, nested: Mapping[str, Any]) -> None:
         """Raise a UserError for what bitsandbytes never writes."""
-        if not torch.allclose(self._vector(file, "quant_map"), _numbers_of(self.kind), atol=1e-5):
+        if ((self._vector(file, "quant_map") - _numbers_of(self.kind)).abs() > 1e-5).any():
             raise file.damaged(self.tensors["quant_map"], f"holds other numbers than {self.kind} has")
         name, scale, block = self.tensors["absmax"], absmax, self.state["blocksize"] // 2
         if nested:
             scale, steps, block = nested["nested_absmax"], nested["nested_quant_map"], nested["nested_block"]
-            if (steps.diff() <= 0).any() or steps[-1] != 1:
+            if (steps.diff() <= 0).any() or (steps[-1:] != 1).any():
                 raise file.damaged(self.tensors["nested_quant_map"], "does not rise to 1, as bitsandbytes' does")
             mean = (steps[absmax.int()] * scale.repeat_interleave(block)[: len(absmax)]).mean()
-            if mean.abs() > _FROM_MEAN * nested["nested_offset"]:
+            if (mean.abs() > _FROM_MEAN * nested["nested_offset"]).any():
                 raise file.damaged(name, f"is not around nested_offset, its mean in {self.name!r}")
             name = self.tensors["nested_absmax"]
 
