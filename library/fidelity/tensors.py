@@ -58,7 +58,6 @@ _SEARCHED = 2.0  # times the plain rule's rounding; scales that ggml searched wi
 _GAIN = 0.006  # of two roundings
 _CANNOT_TELL = 0.01  # error from which it is said that a grid is too fine to tell
 _COARSER = 1.5  # times what the main format costs; e5m2 has 2, another granularity at most 1.2
-_OFF_NEAREST = 0.02  # share of numbers that may lie further than half a step, of one rounding to nearest
 _SHARE = 0.05  # of the update, from which it is worth a word
 _TWO_ROUNDINGS, _IN_BF16 = 1.9, 0.004  # times rounding to nearest; relative error of bf16's rounding, with a margin
 
