@@ -170,11 +170,6 @@ def parser() -> argparse.ArgumentParser:
         default=12,
         help="of a sampling run; 0 for none (default: %(default)s)",
     )
-    eval_set.add_argument(
-        "--explain",
-        action="store_true",
-        help="also put back blocks and kinds of tensors, to see what each explains",
-    )
     server = top.add_argument_group("what a server really painted")
     server.add_argument(
         "--server_image",
@@ -352,7 +347,7 @@ def _report_distilled(options: argparse.Namespace, console: Console) -> None:
     if not path.exists():
         raise UserError(f"--distilled {options.distilled}: no such file or folder; check the path")
     flags = [f"the flags of {name}" for name in variant_of(options).changes() if name != "weights"]
-    flags += [f"--{name}" for name in ("deploy", "server", "explain", "server_image") if getattr(options, name)]
+    flags += [f"--{name}" for name in ("deploy", "server", "server_image") if getattr(options, name)]
     if flags or options.fix is not None:
         raise UserError(f"{[*flags, '--fix'][0]}: only with --deploy; leave out --distilled, or make two reports")
     plan = calibration_plan(options, options.model)
@@ -408,7 +403,6 @@ def main() -> None:
         calibration,
         console,
         steps=options.steps,
-        explain=options.explain,
         reference_loras=_loras(options.reference_lora, models, Console(quiet=True)),
     )
     files = [lora_source(text).path for text in options.lora]

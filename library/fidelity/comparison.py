@@ -9,7 +9,6 @@ in the weights, and nothing here knows what it is.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -25,7 +24,6 @@ from library.fidelity.layers import LayerRow, layer_row, linear_layers
 from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
 from library.fidelity.tensors import TensorRow, compare_tensors, model_tensors, stored_dtypes, without_compensated
 from library.precision.parity.layer_errors import replaced
-from library.precision.recipe import KINDS
 from library.training.report.progress import Advance, counting
 from networks.files.weights import LoraWeights
 from networks.network import attach_lora
@@ -43,7 +41,6 @@ class Comparison:
         layers, tensors: in the model's order.
         findings: what is wrong with tensors; shares are of the weights' squared velocity error.
         explained: the share that every compared tensor together explains.
-        groups: kind of tensors, or block -> the share that it explains; empty where that was not asked for.
         input_scales: layer -> the static scale of its activations that the file has.
         used_scales: layer -> the scale that its activations are rounded to fp8 with, where it does not follow them.
         int8: rms of the layers' output errors as int8_convrot, over that as deployed; None where it is int8 already, or
@@ -54,24 +51,13 @@ class Comparison:
     tensors: Sequence[TensorRow]
     findings: Sequence[Finding]
     explained: float
-    groups: Mapping[str, float]
     input_scales: Mapping[str, float]
     used_scales: Mapping[str, float] = field(default_factory=dict)
     int8: float | None = None
 
 
-def compare_models(
-    models: Models,
-    variant: Variant,
-    calibration: Calibration,
-    console: Console,
-    *,
-    explain: bool,
-) -> Comparison:
-    """Compare every tensor of the deployment with the reference's.
-
-    ``explain``: measure what each kind of tensors and each block explains, too.
-    """
+def compare_models(models: Models, variant: Variant, calibration: Calibration, console: Console) -> Comparison:
+    """Compare every tensor of the deployment with the reference's."""
     merged: Literal["no", "here", "in the file"] = "no" if variant.merge is None else "here"
     merged = "in the file" if models.deployed.merged else merged
     inside, updates = merged == "in the file", models.transformer_lora
@@ -112,24 +98,21 @@ def compare_models(
         faults = tensor_findings(tensors)
         choices = [*costly_kinds(tensors), *_sensitive(layers_in_order, faults)]
         sets = [_tensors_of(finding.layers, names) for finding in (*faults, *choices)]
-        groups = _groups(names) if explain else {}
         with counting(console) as progress:
-            advance = progress("putting tensors back", 1 + len(sets) + len(groups))
-            shares = [_share(left, each, whole, advance) for each in (names, *sets, *groups.values())]
-    explained, of_groups = shares[0], shares[1 + len(sets) :]
-    named = [replace(finding, share=share) for finding, share in zip((*faults, *choices), shares[1:], strict=False)]
+            advance = progress("putting tensors back", 1 + len(sets))
+            explained, *shares = [_share(left, each, whole, advance) for each in (names, *sets)]
+    named = [replace(finding, share=share) for finding, share in zip((*faults, *choices), shares, strict=True)]
     kept = named[: len(faults)] + [
         choice
         for choice in named[len(faults) :]
         if choice.share >= (_ONE_LAYER if choice.cause == "sensitive_layer" else _COSTLY)
     ]
-    by_group = dict(zip(groups, of_groups, strict=True))
     static = {name: float(scale.max()) for name, scale in scales.items()}
     how = models.roundings(variant).items()
     used = {
         name: 1.0 if each.scale is None else float(each.scale) for name, each in how if each.how in ("unit", "static")
     }
-    return Comparison(layers_in_order, tensors, kept, explained, by_group, static, used, _as_int8(layers_in_order))
+    return Comparison(layers_in_order, tensors, kept, explained, static, used, _as_int8(layers_in_order))
 
 
 def _as_int8(rows: Sequence[LayerRow]) -> float | None:
@@ -176,16 +159,3 @@ def _tensors_of(layers: Iterable[str], names: Sequence[str]) -> list[str]:
     """Return the tensors called ``layers``, or inside of modules that are."""
     wanted = set(layers)
     return [name for name in names if name in wanted or any(name.startswith(f"{each}.") for each in wanted)]
-
-
-def _groups(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return kinds of tensors and blocks -> their tensors."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        layer = name.rpartition(".")[0]
-        kind = next((kind for kind, pattern in KINDS.items() if re.fullmatch(pattern, layer)), None)
-        kind = kind or ("attention" if "attn" in layer or "attention" in layer else "feed-forward and the rest")
-        groups.setdefault("biases" if name.endswith(".bias") else kind, []).append(name)
-        if block := re.match(r"[\w.]*?\.\d+(?=\.)", name):
-            groups.setdefault(block[0], []).append(name)
-    return groups

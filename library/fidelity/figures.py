@@ -1,4 +1,4 @@
-"""The report's figures: errors as curves and bars, and images beside each other with their differences.
+"""The report's figures: errors as curves, and images beside each other with their differences.
 
 A figure is made of what was measured, or not at all. All maps of differences share one scale, which never ends below
 ``LEAST_RANGE`` 8-bit steps, so that what nobody can see does not look like a fire.
@@ -19,12 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from torch import Tensor
 
-from library.fidelity.border import RING, STEP_8BIT, WORDS, Border
-from library.fidelity.differences import Differences
-from library.fidelity.findings import CAUSES
+from library.fidelity.border import RING, STEP_8BIT
 from library.fidelity.layers import LayerRow
 from library.fidelity.server_image import ServerResult
-from library.fidelity.verdict import Attribution
 from library.precision.parity.seam import border_distance
 
 LEAST_RANGE = 16  # 8-bit steps of the whole scale of differences
@@ -39,53 +36,6 @@ def error_curves(named: Mapping[str, Mapping[float, float]], along: str, of: str
         axis.plot([*errors], [100 * error for error in errors.values()], marker=".", label=title)
     axis.set_ylim(bottom=0)
     _legend(figure, axis)
-    return figure
-
-
-def border_intervals(border: Border) -> Figure:
-    """Each figure of the border over white noise's: mean and interval over images, every image, and the limit."""
-    names = [WORDS[each.name] for each in border.figures]
-    figure, axis = _plot(8, 2.9, "times what white noise of the same size gives", "")
-    for place, each in enumerate(border.figures):
-        colour = "#d62728" if each.decides else "#1f77b4"
-        axis.plot(each.by_image, [place] * len(each.by_image), ".", color="#aaaaaa", label="" if place else "an image")
-        axis.plot(
-            [each.low, each.high], [place, place], color=colour, linewidth=2.5, label="" if place else "95 % interval"
-        )
-        axis.plot(each.times, place, "o", color=colour, label="" if place else "mean")
-        axis.plot(each.limit, place, "|", color="#222222", markersize=20, label="" if place else "limit")
-    axis.axvline(1, color="#999999", linewidth=0.8)
-    axis.set_yticks(range(len(names)), names)
-    axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.set_xscale("log")
-    _plain_ticks(axis.xaxis)
-    _legend(figure, axis)
-    return figure
-
-
-def attribution_bars(full: Differences, attributions: Sequence[Attribution]) -> Figure:
-    """Each cause alone, and the deployment without it, by the error people see and by the border."""
-    figure = Figure(figsize=(9, 1.3 + 0.45 * (len(attributions) + 1)), layout="constrained")
-    labels = ["all together", *(CAUSES[each.cause] for each in attributions)]
-    alone = [full, *(each.alone for each in attributions)]
-    without = [None, *(each.without for each in attributions)]
-    bars: list[tuple[str, float, str, Sequence[Differences | None]]] = [("alone", -0.18, "#1f77b4", alone)]
-    bars += [("all without it", 0.18, "#bbbbbb", without)] if any(without) else []
-    measures: dict[str, Callable[[Differences], float]] = {"error, %": lambda each: 100 * each.error}
-    if full.border:
-        label = "worst border figure, times white noise"
-        measures[label] = lambda each: each.border.worst.times if each.border else math.nan
-    axes = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
-    for axis, (label, measure) in zip(axes, measures.items(), strict=True):
-        for name, shift, colour, of in bars:
-            widths = [math.nan if each is None else measure(each) for each in of]
-            axis.barh([place + shift for place in range(len(labels))], widths, 0.34, color=colour, label=name)
-        axis.set_xlabel(label)
-    if full.border:
-        axes[1].axvline(1, color="#222222", linewidth=0.8)
-    axes[0].set_yticks(range(len(labels)), labels)
-    axes[0].invert_yaxis()
-    _legend(figure, axes[0])
     return figure
 
 

@@ -21,8 +21,6 @@ from library.fidelity.figures import (
     LEAST_RANGE,
     ZOOM,
     as_data_uri,
-    attribution_bars,
-    border_intervals,
     difference_range,
     error_curves,
     image_rows,
@@ -82,9 +80,6 @@ def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:
     named = {"deployment": full}
     named |= {f"{each.cause} alone": each.alone for each in report.attributions if len(report.attributions) > 1}
     figures: list[tuple[str, str, Figure]] = []  # heading, what there is to see, figure
-    if len(report.attributions) > 1:
-        text = "Each cause alone, and the deployment without it."
-        figures.append(("Causes, one at a time", text, attribution_bars(full, report.attributions)))
     if len(full.velocity_by_sigma) > 1:
         text = "Error of one step of the model, by how much noise there is in its input (1: nothing else)."
         curves = {title: dict(sorted(each.velocity_by_sigma.items())) for title, each in named.items()}
@@ -97,7 +92,6 @@ def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:
     tables = {
         "fixes": _table(_FIX_COLUMNS, fix_rows(report.fixes, full)) if report.fixes else None,
         "border": full.border and _table(_TABLES["border"], full.border.figures),
-        "groups": _table(_TABLES["group"], [*report.comparison.groups.items()], "explains"),
         "layers": _table(_TABLES["layer"], layers, "output error", lambda row: row.conspicuous),
         "server": server and _table(_TABLES["server"], [*server.descriptions, server.reference]),
         "merges": _table(_TABLES["merge"], report.merges) if len(report.merges) > 1 else None,
@@ -113,7 +107,6 @@ def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:
         "painted": server and server_pictures(server),
         "pictures": pictures,
         "picture_words": _picture_words(report, pictures),
-        "border": full.border and border_intervals(full.border),
         "figures": figures,
         "layer_errors": layer_errors(layers) if any(row.output_error for row in layers) else None,
         "tables": tables,
@@ -158,7 +151,6 @@ def _measured(report: Report) -> dict[str, Any]:
         "causes": {each.cause: {"alone": each.alone, "without": each.without} for each in report.attributions},
         "layers": list(report.comparison.layers),
         "tensors": list(report.comparison.tensors),
-        "explained_by": report.comparison.groups,
         "fixes": [
             {key: getattr(fix, key) for key in ("name", "cost", "seconds", "files", "differences", "beside")}
             for fix in report.fixes

@@ -189,7 +189,6 @@ def measure(
     console: Console,
     *,
     steps: int,
-    explain: bool = False,
     reference_loras: Mapping[str, dict[str, LoraWeights]] | None = None,
 ) -> Report:
     """Return the report.
@@ -200,7 +199,6 @@ def measure(
         calibration: what it is measured on.
         console: for progress.
         steps: of the sampling runs; 0 for none.
-        explain: measure what each kind of tensors and each block explains.
         reference_loras: those beside the reference, where what is served was refitted; None: the same.
 
     Raises:
@@ -224,11 +222,11 @@ def measure(
     judged = models.runs_as(variant)
     keys = [(models.runs_as(each), way) for each, way in ways]
     rows = [MergeRow(way, runs[key][2], key == judged) for key, way in keys if way is not None]
-    comparison = compare_models(models, variant, calibration, console, explain=explain)
+    comparison = compare_models(models, variant, calibration, console)
     causes = variant.changes()
     alone = {cause: full if variant.only(cause) == variant else run(variant.only(cause), cause)[1] for cause in causes}
     puzzling = is_worse(full) and not any(map(is_worse, alone.values()))
-    left_out = causes if explain or puzzling else [cause for cause in ("merge", "activations") if cause in causes]
+    left_out = causes if puzzling else [cause for cause in ("merge", "activations") if cause in causes]
     left_out = left_out if len(causes) > 1 else []
     without = {cause: run(variant.without(cause), f"without {cause}")[1] for cause in left_out}
     words = {cause: words_of_part(models, variant, cause, captions_of(calibration)) for cause in causes}

@@ -20,7 +20,7 @@ from library.data.cache import Pixels
 from library.fidelity.border import STEP_8BIT, judge_border
 from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences
-from library.fidelity.figures import attribution_bars, border_intervals, layer_errors, picture_rows
+from library.fidelity.figures import error_curves, layer_errors, picture_rows
 from library.fidelity.findings import Finding
 from library.fidelity.layers import ActivationSizes, LayerRow
 from library.fidelity.page import write_report
@@ -72,7 +72,7 @@ def make(masks: bool = True, steps: int = 4, error: float = 0.01) -> Report:
     finding = Finding("ruined_layer", 0.9, (EVIL,), f"{EVIL} differs")
     verdict = Verdict((finding, Finding("vae", 0.01, (), "little")), full.border, None)
     tensors = [TensorRow(EVIL, "bias", "bfloat16", 64, 1.0, fault="ruined_layer", diagnosis="zeroed")]
-    rows = Comparison([layer(number) for number in range(LAYERS)], tensors, (finding,), 1.0, {EVIL: 0.7}, {})
+    rows = Comparison([layer(number) for number in range(LAYERS)], tensors, (finding,), 1.0, {})
     causes = [Attribution("weights", "cast", full, full), Attribution("vae", EVIL, full, full)]
     return Report(f"{EVIL}, served as cast", {"deployment": EVIL}, verdict, full, causes, rows,
                   Outcome(images=ours), Outcome(images=theirs), eval_set)  # fmt: skip
@@ -104,7 +104,7 @@ def test_the_page_is_one_file_with_every_layer_and_runs_no_name(tmp_path: Path) 
     read = Tags(text)
     tags = read.tags
     shown = [attributes for tag, attributes in tags if tag == "img"]
-    assert len(shown) == 6  # pictures, border, causes, noise levels, steps, layers
+    assert len(shown) == 4  # pictures, noise levels, steps, layers
     assert all(each["alt"] and re.match(r"data:image/png;base64,[\w+/]{200}", each["src"] or "") for each in shown)
     assert not any({"href", "srcset"} & set(attributes) or tag in ("link", "iframe") for tag, attributes in tags)
     assert not [tag for tag, attributes in tags if tag != "img" and "src" in attributes]
@@ -112,7 +112,7 @@ def test_the_page_is_one_file_with_every_layer_and_runs_no_name(tmp_path: Path) 
     assert "http" not in text.replace(json.dumps(EVIL), "")
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.json", "images.png"}
     assert len([tag for tag, _ in read.tags if tag == "script"]) == 1  # the page's own
-    assert sum(EVIL in text for text in read.text) >= 6  # title, verdict, finding, layer, tensor, group, setting
+    assert sum(EVIL in text for text in read.text) >= 6  # title, verdict, finding, layer, tensor, setting
     assert {layer(number).name for number in range(LAYERS)} <= set(read.text)
 
 
@@ -161,22 +161,15 @@ def test_the_view_of_the_border_shows_where_the_difference_along_it_is_largest()
 
 def test_axes_have_plain_numbers_and_legends_cover_nothing() -> None:
     report = make()
-    report.deployed.images[0][:, 30:34] += 1
-    assert report.full.border
-    loud = replace(report.full.border.figures[0], times=30.0, low=0.2, high=45.0, by_image=(0.2, 30.0, 45.0))
-    border = replace(report.full.border, figures=(loud, *report.full.border.figures[1:]))
-    figures = [layer_errors(report.comparison.layers), attribution_bars(report.full, report.attributions)]
-    for figure in (*figures, border_intervals(border)):
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        labels = [
-            text.get_text() for axis in figure.axes for text in (*axis.get_xticklabels(), *axis.get_yticklabels())
-        ]
+    curves = {"deployment": {0.2: 0.03, 0.8: 0.02}, "weights alone": {0.2: 0.03, 0.8: 0.01}}
+    for figure in (layer_errors(report.comparison.layers), error_curves(curves, "noise level", "velocity error")):
+        FigureCanvasAgg(figure).draw()
+        (axis,) = figure.axes
+        labels = [text.get_text() for text in (*axis.get_xticklabels(), *axis.get_yticklabels())]
         assert not [label for label in labels if "$" in label or "times" in label]
         assert len([label for label in labels if re.fullmatch(r"[\d.]+", label)]) >= 3
-        for legend in figure.legends:
-            box = legend.get_window_extent()
-            assert not any(box.overlaps(axis.get_window_extent()) for axis in figure.axes)
+        (legend,) = figure.legends
+        assert not legend.get_window_extent().overlaps(axis.get_window_extent())
 
 
 def test_a_picture_of_the_server_is_asked_for_only_where_none_was_given(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def judged(
     full = differences([sum(errors) for errors in zip(*by_image.values(), strict=True)])
     causes = [Attribution(cause, cause, differences(errors), None) for cause, errors in by_image.items()]
     rows = [layer(number, retention) for number in range(52)]
-    return judge(Variant(weights=True), full, causes, Comparison(rows, [], faults, 1.0, {}, {}))
+    return judge(Variant(weights=True), full, causes, Comparison(rows, [], faults, 1.0, {}))
 
 
 def test_rounding_alone_and_a_trace_of_something_else_are_no_alarm() -> None:
