@@ -10,7 +10,6 @@ Parts, in this order (``--parts`` names some of them):
               losses and gradients of two steps are from those in bf16, eager, stands beside the times: a full model's
               steps on a CPU take too long to compare with
     families  Qwen-Image, Z-Image, Krea 2 and FLUX.2 klein 9B, compiled and as one graph
-    kernels   attention, products, dequantising, alone
 
 A step is that of ``train_lora.py`` (``bench/card_step.py``): published depth and width, random weights, 1024 x 1024
 pixels, 512 text tokens, rank 16, every block recomputed. Each case runs in a process of its own with a time limit: one
@@ -44,7 +43,6 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 
-from bench.card_kernels import kernels
 from bench.card_step import StepCase, measured, reset, timing
 from bench.families import FAMILIES, LoraStep, build_transformer, example_inputs, peft_lora
 from bench.measure import Children, Job, Table, benchmark_parser, finish, machine_name
@@ -64,14 +62,12 @@ GOALS = {  # seconds of a step on an H100
     **{case.name(): goal for case, goal in zip(FASTEST, (0.60, 0.40, 0.60), strict=False)},
 }
 PEFT = "flux, bf16, diffusers + peft"
-PARTS = ("checks", "flux", "families", "kernels")
+PARTS = ("checks", "flux", "families")
 _ERRORS = {"loss_error": "10.1e", "gradient_error": "14.1e", "graph_error": "11.1e"}
 _CHECK_COLUMNS = {"case": "<50", **_ERRORS, "limit": "6.2f", "verdict": "<8", "counted_gib": "11.1f", "took_s": "6.0f"}
 _CHECK_COLUMNS |= {"image": "6.2%", "known_8bit": "10.2f", "seam": "<90"}
 _STEP_COLUMNS = {"case": "<40", "step_s": "7.3f", "goal_s": "6.2f", "kernels_s": "9.3f", "kernels": "7d"}
 _STEP_COLUMNS |= {"launches": "8d", "peak_gib": "8.1f", "counted_gib": "11.1f", **_ERRORS}
-_KERNEL_COLUMNS = {"case": "<40", "forward_ms": "10.3f", "both_ms": "8.3f", "output_error": "12.1e"}
-_KERNEL_COLUMNS["gradient_error"] = "14.1e"
 _CASE_SECONDS, _LONG_SECONDS = 120, 150  # a first compiled step takes a minute; less with what is cached on disk
 _CHECKED_STEPS, _FULL_STEPS, _TIMED_STEPS = 5, 2, 5
 _SIDE_BY_SIDE = max(2, (os.cpu_count() or 2) - 2)  # processes
@@ -131,7 +127,6 @@ def parts(tiny: bool) -> list[Part]:
         Part("checks", check_jobs(tiny), _CHECK_COLUMNS, 160, _SIDE_BY_SIDE),
         Part("flux", flux_jobs(tiny), _STEP_COLUMNS, 240),
         Part("families", [step_job(case, tiny) for case in FASTEST], _STEP_COLUMNS, 240),
-        Part("kernels", [Job("kernels", kernels, (tiny,), _CASE_SECONDS)], _KERNEL_COLUMNS, 60),
     ]
 
 

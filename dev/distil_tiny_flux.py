@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dev.tiny_models.latent_pool import Captions, tokenize
+from dev.tiny_models.latent_pool import TINY_FLUX, Captions, tokenize
 from dev.tiny_models.scenes import random_scene
 from dev.tiny_models.training import Training, forward_context, train
 from dev.tiny_models.transformer import LATENT_CHANNELS, TIME_SHIFT, TextToImage, load_pipeline, text_to_image_of
@@ -37,8 +37,7 @@ from networks.files.adapters import load_lora
 from networks.network import AdapterNetwork, attach_lora, inject_adapter
 from networks.options import NetworkOptions
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL, DIFFERENCE = ROOT / "assets/tiny-flux", ROOT / "assets/tiny-flux-turbo.safetensors"
+DIFFERENCE = TINY_FLUX.with_name("tiny-flux-turbo.safetensors")
 STEPS, FINER = 4, 5  # large steps, and the teacher's small ones in each
 GUIDANCE = 3.5  # of the teacher; the student is given it, too
 RANK, SIDE, BATCH = 32, 16, 32  # SIDE: of the latents
@@ -75,7 +74,7 @@ def draw(count: int, seed: int) -> tuple[Tensor, Captions]:
 
 def load() -> TextToImage:
     """Return the base's three trained parts, without gradients."""
-    return text_to_image_of(load_pipeline(MODEL)).eval().requires_grad_(False)
+    return text_to_image_of(load_pipeline(TINY_FLUX)).eval().requires_grad_(False)
 
 
 def distil() -> AdapterNetwork:
@@ -105,7 +104,7 @@ def distil() -> AdapterNetwork:
 
 def measure(count: int, seed: int = 2026) -> dict[str, tuple[float, float]]:
     """Return run -> its relative error of latents and images against the teacher's ``STEPS * FINER`` steps."""
-    model, vae = load(), load_pipeline(MODEL).vae
+    model, vae = load(), load_pipeline(TINY_FLUX).vae
     noise, captions = draw(count, seed)
 
     def finished(steps: int) -> tuple[Tensor, Tensor]:

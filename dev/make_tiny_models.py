@@ -11,11 +11,12 @@ The stages, in order; one whose file is in <state> already is read from there:
     fill_encode  blank a region of freshly painted scenes and encode them     fill_pool.pt
     fill     go on from the transformer with blanked image and mask           fill.pt, <out>/tiny-flux-fill
 
-The autoencoder is the one in the assets (assets/README.md says how it was trained). The committed model: 5,000 steps on
-scenes whose places and sizes still varied, then 2,100 with a fresh learning rate on the scenes as they are now; 500
-steps of distillation. The fill model: 2,300 steps on 12,000 scenes, of which the first 1,000 weighed the region four
-times instead of twice and the first 1,500 trained the first layer with AdamW. It continues backgrounds without a seam
-and keeps places and colours, but draws outlines softly, those of known shapes too: it was still learning.
+The autoencoder and the tokenizers are those in the assets (assets/README.md says how they were made). The committed
+model: 5,000 steps on scenes whose places and sizes still varied, then 2,100 with a fresh learning rate on the scenes as
+they are now; 500 steps of distillation. The fill model: 2,300 steps on 12,000 scenes, of which the first 1,000 weighed
+the region four times instead of twice and the first 1,500 trained the first layer with AdamW. It continues backgrounds
+without a seam and keeps places and colours, but draws outlines softly, those of known shapes too: it was still
+learning.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dev.tiny_models.fill import build_fill_pipeline, fill_loss, random_mask, widened
-from dev.tiny_models.latent_pool import paint_and_encode
+from dev.tiny_models.latent_pool import TINY_FLUX, paint_and_encode
 from dev.tiny_models.scenes import write_demo_images
 from dev.tiny_models.training import (
     FlowTraining,
@@ -117,7 +118,7 @@ def make(plan: Plan, out: Path, state: Path) -> None:
                 torch.save(made(), temporary)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
-    vae = load_pipeline(ASSETS / "tiny-flux").vae
+    vae = load_pipeline(TINY_FLUX).vae
     pool = stage("latents", lambda: paint_and_encode(vae, plan.scenes, np.random.default_rng([0, 77])))
 
     torch.manual_seed(0)

@@ -30,9 +30,7 @@ import numpy as np
 
 from dev.tiny_models.painting import (
     COLOURS,
-    GROUNDS,
     SHAPES,
-    SKIES,
     Pixels,
     Rgb,
     checkers,
@@ -92,17 +90,6 @@ class Scene:
     image: Pixels
     background_colour: str | None  # the named colour of a plain background, None for any other
     items: list[Item] = field(default_factory=list)
-
-
-def scene_words() -> list[str]:
-    """Every word that a caption may hold, invented ones aside; the tokenizers make each a single piece.
-
-    No word that training never shows: its embedding would stay random.
-    """
-    phrases = [*COLOURS, *SHAPES, *map(plural, SHAPES), *PATTERNS, *COUNTS.values(), *PLACES, *RELATIONS]
-    phrases += [*SKIES, *GROUNDS, *OPENINGS, "gradient background small big smiling inside and an to the"]
-    phrases += ["house tree car boat mountains sun moon stars clouds sea with under sky"]
-    return sorted({word for phrase in phrases for word in phrase.split()})
 
 
 def plural(noun: str) -> str:
