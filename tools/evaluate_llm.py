@@ -82,7 +82,6 @@ _PERPLEXITY_ROWS = {
     "loss": "loss of a token",
     "perplexity": "perplexity of a token",
     "bits_per_byte": "bits per byte",
-    "byte_perplexity": "perplexity of a byte",
     "word_perplexity": "perplexity of a word",
 }
 

@@ -2,7 +2,6 @@
 
     python tools/prepare_text.py my_texts --train_tokenizer 8192 --save_to data/mine
     python tools/prepare_text.py corpus.jsonl more/*.parquet --tokenizer Llama-3.2-1B --save_to data/llama
-    python tools/prepare_text.py datasets--owner--name --split train --tokenizer Llama-3.2-1B --save_to data/llama
 
 Texts are .txt and .md files (one document each, or several with --separator), .jsonl (a document a line), .parquet (a
 document a row), and folders of these, such as a dataset in the Hugging Face hub's cache. The folder that is written
@@ -32,7 +31,6 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     parser = tool_parser(__doc__)
     parser.add_argument("texts", nargs="+", metavar="PATH", help="files and folders")
-    parser.add_argument("--split", metavar="NAME", help="of a dataset in a folder: train, ...")
     parser.add_argument("--save_to", type=Path, required=True, metavar="FOLDER", help="where the shards go")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's file, or the folder of it or its model")
@@ -62,7 +60,7 @@ from library.llm.token_batches import INDEX, Split, SplitIndex, write_corpus
 
 def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
     """Tokenise what the command line names; return what was written."""
-    files = find_files(options.texts, options.split)
+    files = find_files(options.texts)
     folder: Path = options.save_to
     if (folder / INDEX).exists() and not options.overwrite:
         raise UserError(f"{folder}: holds a prepared corpus; choose another folder, or give --overwrite")

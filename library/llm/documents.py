@@ -2,31 +2,28 @@
 
 A folder is read file by file in the order of names, below it too; ``.txt`` and ``.md`` files are one document each
 (or several, divided by a separator), ``.jsonl`` files one a line, ``.parquet`` files one a row. Only what is being read
-is in memory. A folder may be a dataset in the cache of the Hugging Face hub's client: it has a folder ``snapshots``, of
-which the one that ``refs/main`` names is read, without its README.
+is in memory. A folder may be a dataset in the cache of the Hugging Face hub's client; its README is not read.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from library.errors import UserError
-from library.files import read_json_lines, read_text, reading
+from library.files import read_json_lines, reading
+from library.models.hub import snapshot_of
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 _ROWS = 1024  # read at once
 
 
-def find_files(paths: Sequence[str | Path], split: str | None = None) -> list[Path]:
-    """Return the files that ``paths`` name or hold, in order; with ``split``, those of folders that belong to it."""
-    if split is not None and not any(Path(path).is_dir() for path in paths):
-        raise UserError("--split: has no effect on files; give the folder of a dataset, or remove it")
-    files = named_files(paths, SUFFIXES, lambda folder: _files_inside(folder, split))
+def find_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the files that ``paths`` name or hold, in order."""
+    files = named_files(paths, SUFFIXES, _files_inside)
     if not files:
         named = "name the folder the texts lie in; Dataset.to_parquet writes one from arrow files"
         raise UserError(f"{paths[0]}: no {', '.join(SUFFIXES)} file in it; {named}")
@@ -108,31 +105,12 @@ def read_parquet(file: Path, text_key: str | None = None) -> Iterator[Any]:
         raise UserError(f"{file}: not a readable parquet file ({error}); download it again") from None
 
 
-def _files_inside(folder: Path, split: str | None) -> list[Path]:
-    """Return the files of texts in ``folder``, in order; with ``split`` those that have it as a word in their path."""
-    hub = (folder / "snapshots").is_dir()
-    root = _snapshot(folder) if hub else folder
+def _files_inside(folder: Path) -> list[Path]:
+    """Return the files of texts in ``folder``, in order."""
+    root = snapshot_of(folder)
     found = (Path(top, name) for top, _, names in os.walk(root) for name in names)  # a folder may vanish meanwhile
     files = sorted(file for file in found if file.suffix in SUFFIXES and file.is_file())
-    files = [file for file in files if not (hub and file.suffix == ".md")]  # the dataset's card
-    if split is None:
-        return files
-    # as datasets finds splits: train-00000-of-00002.parquet, data/train/x.jsonl, stories_train.txt
-    word = re.compile(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])")
-    chosen = [file for file in files if word.search(str(file.relative_to(root)))]
-    if files and not chosen:
-        raise UserError(f"{folder}: no file of a split {split!r} in it; name a split it has, or leave --split out")
-    return chosen
-
-
-def _snapshot(folder: Path) -> Path:
-    main = folder / "refs" / "main"
-    found = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
-    if main.is_file():
-        found = [folder / "snapshots" / read_text(main).strip()]
-    if len(found) != 1 or not found[0].is_dir():
-        raise UserError(f"{folder}: {len(found)} snapshots and none is refs/main's; give the folder of one of them")
-    return found[0]
+    return [file for file in files if root == folder or file.suffix != ".md"]  # the dataset's card
 
 
 def _check_column(file: Path, schema: Any, text_key: str) -> None:

@@ -138,10 +138,9 @@ def text_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Docum
 
 def shard_documents(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Document]:
     """Yield the documents of a prepared corpus; their bytes and words are those of the decoded tokens."""
-    ends = [0, *shards.document_ends().tolist()]
-    for start, end in itertools.pairwise(map(int, ends)):
-        tokens = shards.read(start, end - start - 1)  # without the token that ends it
-        tokens = tokens[len(tokenizer.begins) :]
+    corpus = shards.read(0, shards.tokens)
+    for document in np.split(corpus, np.flatnonzero(corpus == tokenizer.eos) + 1)[:-1]:
+        tokens = document[len(tokenizer.begins) : -1]  # without the token that ends it
         text = tokenizer.decode(tokens.tolist())
         yield Document(tokens.astype(np.uint32), len(text.encode("utf-8")), len(text.split()))
 
@@ -202,7 +201,6 @@ def measure_perplexity(
         "loss": nats / tokens,
         "perplexity": exp(min(nats / tokens, _LARGEST)),
         "bits_per_byte": nats / (size * log(2)),
-        "byte_perplexity": exp(min(nats / size, _LARGEST)),
         "word_perplexity": exp(min(nats / words, _LARGEST)),
         "documents": len(documents),
         "tokens": tokens,

@@ -3,7 +3,6 @@
     documents -> write_corpus -> train_00000.bin ... -> TokenShards -> TokenBatches
 
     train_00000.bin, train_00001.bin, ...   tokens one behind the other, uint16 or (above 65,536 tokens) uint32
-    train_00000.ends, ...                   where each document ends, uint64, counted in tokens of the split
     train_00000.sums, ...                   CRC-32 of every 64 KiB of the .bin file, uint32
     validation_00000.bin, ...               the documents that are held out
     index.json                              dtype, vocabulary, for each split its shards and sizes; checksums of all
@@ -63,7 +62,7 @@ class SplitIndex:
 
     tokens: int = 0
     documents: int = 0
-    shards: list[dict[str, Any]] = field(default_factory=list)  # file, tokens, documents, checksums of sums and ends
+    shards: list[dict[str, Any]] = field(default_factory=list)  # file, tokens, documents, checksum of sums
 
 
 class ShardWriter:
@@ -73,7 +72,6 @@ class ShardWriter:
         self.index = SplitIndex()
         self._folder, self._split, self._dtype, self._limit = folder, split, dtype, shard_tokens
         self._file: Any = None
-        self._ends: list[int] = []
 
     def add(self, document: np.ndarray) -> None:
         """Append one document."""
@@ -89,7 +87,6 @@ class ShardWriter:
         self.index.documents += 1
         self.index.shards[-1]["tokens"] += len(document)
         self.index.shards[-1]["documents"] += 1
-        self._ends.append(self.index.tokens)
 
     def close(self) -> None:
         """Finish the shard that is being written."""
@@ -99,17 +96,12 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         shard = self.index.shards[-1]
-        sums, ends = (_beside(self._folder / shard["file"], suffix) for suffix in ("sums", "ends"))
-        np.asarray(self._ends, dtype=np.uint64).tofile(ends)
-        with open(self._folder / shard["file"], "rb") as written:
+        file = self._folder / shard["file"]
+        with open(file, "rb") as written:
             blocks = iter(lambda: written.read(_BLOCK), b"")
-            np.asarray([zlib.crc32(block) for block in blocks], dtype=np.uint32).tofile(sums)
-        shard |= {"sums": checksum(sums), "ends": checksum(ends)}
-        self._file, self._ends = None, []
-
-
-def _beside(shard: Path, suffix: str) -> Path:
-    return shard.with_suffix(f".{suffix}")
+            np.asarray([zlib.crc32(block) for block in blocks], dtype=np.uint32).tofile(file.with_suffix(".sums"))
+        shard["sums"] = checksum(file.with_suffix(".sums"))
+        self._file = None
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -257,10 +249,9 @@ class TokenShards:
             file = self.folder / shard["file"]
             if not file.is_file() or file.stat().st_size != shard["tokens"] * dtype.itemsize:
                 raise _spoilt(file, f"missing or of another size than {INDEX} says")
-            for suffix in ("sums", "ends"):
-                self._check(_beside(file, suffix), shard[suffix])
+            self._check(file.with_suffix(".sums"), shard["sums"])
             self._files.append(file)
-            self._sums.append(np.fromfile(_beside(file, "sums"), dtype=np.uint32))
+            self._sums.append(np.fromfile(file.with_suffix(".sums"), dtype=np.uint32))
             self._starts.append(start)
             start += shard["tokens"]
 
@@ -303,10 +294,6 @@ class TokenShards:
             out[filled : filled + len(part)] = part
             filled, shard = filled + len(part), shard + 1
         return out
-
-    def document_ends(self) -> np.ndarray:
-        """Return where each document ends, counted in tokens of the split."""
-        return np.concatenate([np.fromfile(_beside(file, "ends"), dtype=np.uint64) for file in self._files])
 
 
 class TokenBatches:
