@@ -121,7 +121,7 @@ def test_no_tool_lets_a_file_steer_the_terminal(tool: str, tmp_path: Path) -> No
     dataset = tmp_path / "d.toml"
     dataset.write_text("[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'images'\n", encoding="utf-8")
     words = {
-        "inspect_model": [str(lora), "--modules"],
+        "inspect_model": [str(lora)],
         "convert_lora": ["--lora", str(lora), "--save_to", str(tmp_path / "o.safetensors"), "--save_format", "kohya"],
         "merge_lora": ["--lora", str(lora), "--save_to", str(tmp_path / "o.safetensors")],
         "check_dataset": [str(dataset)],

@@ -149,7 +149,7 @@ def main() -> None:
     given = {"dataset_config": str(options.dataset)} | {key: value for key, value in given.items() if value is not None}
     arguments = DatasetArguments(**given)
     pixel_multiple = ModelType.pixel_multiple  # where no --config_file says
-    too_long, share, training = None, None, None
+    too_long, share, training, idle = None, None, None, list[str]()
     if options.config_file is not None:
         import torch
 
@@ -167,10 +167,11 @@ def main() -> None:
         from library.data.dataset import preserving
 
         share, _ = preserving(training.preservation, config, training.training.prior_loss_weight)
-        config = replace(config, overridden=(*config.overridden, *idle_options(training, config)))
+        idle = idle_options(training, config)
     printed = nullcontext(partial(print_progress, console, seconds=0.5))
     with printed if options.json is not None else counting(console) as start:
         report = check(config, pixel_multiple, start, too_long, options.seed, share or 0)
+        report = replace(report, notes=(*idle, *report.notes))
         if options.json is not None:
             write_json(options, config, report, start, pixel_multiple)
     show(report, console)

@@ -1,7 +1,7 @@
-"""Show what is in a model or LoRA: architecture, modules, dtypes, fp8 scales, sizes, metadata.
+"""Show what is in a model or LoRA: architecture, blocks, dtypes, fp8 scales, sizes, metadata.
 
     python tools/inspect_model.py flux1-dev.safetensors
-    python tools/inspect_model.py FLUX.1-dev --modules          # a diffusers folder, every module
+    python tools/inspect_model.py FLUX.1-dev                    # a diffusers folder
     python tools/inspect_model.py my_lora.safetensors           # and what programs make of it
     python tools/inspect_model.py models/*.safetensors
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from library.console import Console
@@ -37,13 +35,12 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     parser = tool_parser(__doc__)
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="file or folder")
-    parser.add_argument("--modules", action="store_true", help="every module instead of a count by kind")
     return parser
 
 
 answer_early(__name__, lambda: parser().parse_args())
 
-from library.models.inspection import Component, ModuleGroup, WeightSet, components, is_lora, weight_sets
+from library.models.inspection import Component, WeightSet, components, is_lora, weight_sets
 from library.precision.checkpoint import WeightFiles
 from networks.files.inspection import LoraLayer, LoraReport, inspect_lora
 
@@ -74,11 +71,11 @@ def _find(weights: WeightSet) -> Finding:
     return Finding(weights, fp8, tuple(components(weights)))
 
 
-def show(finding: Finding, console: Console, all_modules: bool) -> None:
+def show(finding: Finding, console: Console) -> None:
     """Print a finding."""
     console.print(weight_set_head(finding.weights, finding.fp8))
     for part in finding.components:
-        console.print(component_view(part, all_modules))
+        console.print(component_view(part))
     if finding.lora:
         console.print(lora_view(finding.lora))
     if finding.weights.metadata.keys() - {"format"}:
@@ -86,8 +83,6 @@ def show(finding: Finding, console: Console, all_modules: bool) -> None:
 
 
 _DTYPES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8 e4m3", "F8_E5M2": "fp8 e5m2", "F64": "fp64"}
-_BARS = "▁▂▃▄▅▆▇█"
-_LONGEST_LINE = 20  # characters of a line of bars
 _LONGEST_VALUE = 110  # characters of a metadata value
 
 
@@ -115,65 +110,32 @@ def weight_set_head(weights: WeightSet, fp8: str | None) -> RenderableType:
     return Group(*lines)
 
 
-def component_view(part: Component, all_modules: bool) -> RenderableType:
-    """Return a network's line, and its modules or their number by kind."""
+def component_view(part: Component) -> RenderableType:
+    """Return a network's line: what it is, its sizes and its blocks."""
     facts = [f"{name} {value if value is not True else 'yes'}" for name, value in part.facts.items() if value]
+    facts += [f"{name} × {count}" for name, count in part.blocks.items()]
     what = ", ".join([f"{number(part.parameters)} parameters", decimal(part.bytes), dtypes(part.dtypes), *facts])
     name = f"{part.name}: " if part.name else ""
     head = Text.assemble((name, "bold"), (part.architecture, "bold green"), f"  {what}")
-    return Padding(Group(head, module_table(part) if all_modules else kind_table(part)), (0, 0, 1, 2))
-
-
-def kind_table(part: Component) -> Table:
-    """Return modules counted by part of the network and by kind."""
-    rows: dict[tuple[str, str], list[ModuleGroup]] = {}
-    for group in part.modules:
-        rows.setdefault((group.part, group.kind), []).append(group)
-    several = ["dtype"] if len(part.dtypes) > 1 else []  # one is in the headline already
-    table = plain_table("part", "kind", "modules", "parameters", "size", *several, left=("kind", "dtype"))
-    for name in sorted(dict.fromkeys(key for key, _ in rows), key=lambda name: name == ""):
-        title = f"{name} × {part.blocks[name]}" if name in part.blocks else "outside the blocks"
-        for kind in dict.fromkeys(kind for key, kind in rows if key == name):
-            table.add_row(title, kind, *_counts(rows[name, kind])[: len(table.columns) - 2])
-            title = ""  # said once
-    return table
-
-
-def _counts(groups: Sequence[ModuleGroup]) -> tuple[str, str, str, str]:
-    """Return number of modules, parameters, size and dtypes as text."""
-    total = str(sum(group.count for group in groups))
-    names = sum((Counter(group.dtypes) for group in groups), Counter())
-    parameters = sum(group.parameters for group in groups)
-    return total, number(parameters), decimal(sum(group.bytes for group in groups)), dtypes(names)
-
-
-def module_table(part: Component) -> Table:
-    """Return every module, those of a block once for all blocks."""
-    table = plain_table("module", "kind", "×", "weight", "parameters", "dtype", left=("kind", "weight", "dtype"))
-    for group in part.modules:
-        count, parameters, _, dtype = _counts([group])
-        table.add_row(group.name, group.kind, count, " × ".join(map(str, group.shape)), parameters, dtype)
-    return table
+    return Padding(head, (0, 0, 1, 2))
 
 
 def lora_view(report: LoraReport) -> RenderableType:
-    """Return a LoRA's layers by part, with the root mean square of the update, over all and over the blocks."""
+    """Return a LoRA's layers by part, with the root mean square of the update."""
     kind = report.kind + (f" for {' or '.join(report.families)}" if report.families else "")
     kind += f", {report.layout}" if report.layout else ""
     heads = [Text.assemble((kind, "bold green"), f"  {counted(report.count, 'layer')}")] if report.count else []
-    table = plain_table("layer", "×", "rank", "alpha", "rms", "over the blocks", left=("over the blocks",))
-    most = max((layer.rms for layer in report.layers), default=0.0)
+    table = plain_table("layer", "×", "rank", "alpha", "rms")
     for part, members in _by_part(report.layers).items():
         table.add_row(Text(part or "outside the blocks", "bold"))
         for name in _rows(members):
-            layers = sorted((layer for layer in members if layer.layer == name), key=lambda layer: layer.block or 0)
+            layers = [layer for layer in members if layer.layer == name]
             table.add_row(
                 f"  {name}",
                 str(len(layers)),
                 value_range(layer.rank for layer in layers),
                 value_range(layer.alpha for layer in layers),
                 f"{math.hypot(*(layer.rms for layer in layers)) / len(layers) ** 0.5:.2e}",
-                sparkline([layer.rms for layer in layers], most) if part else "",
             )
     heads += [Text(note, "yellow") for note in report.notes]
     parts = [table] if report.layers else []
@@ -189,18 +151,6 @@ def _by_part(layers: Sequence[LoraLayer]) -> dict[str, list[LoraLayer]]:
 
 def _rows(members: Sequence[LoraLayer]) -> list[str]:
     return list(dict.fromkeys(layer.layer for layer in members))
-
-
-def sparkline(values: Sequence[float], most: float) -> str:
-    """Return a character a value, its height relative to ``most``; above twenty values, one for several's mean.
-
-    What is not finite is a question mark.
-    """
-    each = -(-len(values) // _LONGEST_LINE)
-    means = [sum(values[i : i + each]) / len(values[i : i + each]) for i in range(0, len(values), each)]
-    top = len(_BARS) - 1
-    heights = [top * value / most if most > 0 else 0.0 for value in means]
-    return "".join(_BARS[min(top, round(height))] if math.isfinite(height) else "?" for height in heights)
 
 
 def metadata_table(strings: Mapping[str, str]) -> RenderableType:
@@ -220,7 +170,7 @@ def main() -> None:
     findings = [finding for path in options.paths for finding in inspect(path.expanduser())]
     console = Console(highlight=False, markup=False)
     for finding in findings:
-        show(finding, console, options.modules)
+        show(finding, console)
 
 
 if __name__ == "__main__":

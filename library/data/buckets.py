@@ -40,7 +40,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from library.data.config import BucketRule, Dataset
 from library.errors import UserError, counted, names_in_short
@@ -52,11 +52,11 @@ KEPT = 0.97  # of an image's pixels, by Tandem's rule
 KEPT_OF_FEW = 0.90  # of those whose own shape would not fill a batch
 _REMEDY = "remove the image or set bucket_no_upscale = false"
 KOHYA_STEPS = 64  # sd-scripts' default of bucket_reso_steps
-_RULES: dict[BucketRule, tuple[str, str]] = {  # what it is called, and what asks for the other
-    "tandem": ("by Tandem's rule", f"with bucket_reso_steps = {KOHYA_STEPS}"),
-    "kohya": ("by sd-scripts' rule", "without bucket_reso_steps, min_bucket_reso and max_bucket_reso"),
-    "musubi": ("by musubi-tuner's rule", "with image_dir or metadata_file as the key's name"),
-    None: ("alike for all", "with enable_bucket = true"),
+_RULES: dict[BucketRule, str] = {
+    "tandem": "by Tandem's rule",
+    "kohya": "by sd-scripts' rule",
+    "musubi": "by musubi-tuner's rule",
+    None: "alike for all",
 }
 
 
@@ -77,15 +77,14 @@ class Bucketing:
         dataset: its settings.
         pixel_multiple: every side must be a multiple of this (VAE factor times patch size).
         images: all of its images, in any order: by Tandem's rule the shapes follow from them.
-        rule: another than the dataset's own.
     """
 
-    def __init__(self, dataset: Dataset, pixel_multiple: int, images: Images = (), rule: BucketRule = None) -> None:
+    def __init__(self, dataset: Dataset, pixel_multiple: int, images: Images = ()) -> None:
         settings = dataset.settings
         self.where, self.resolution = dataset.where, dataset.resolution
         self.area = dataset.resolution[0] * dataset.resolution[1]
         self.pixel_multiple = pixel_multiple
-        self.rule = rule or dataset.bucket_rule
+        self.rule = dataset.bucket_rule
         self.no_upscale = self.rule is not None and settings.bucket_no_upscale
         self.steps = (settings.bucket_reso_steps or KOHYA_STEPS) if self.rule == "kohya" else pixel_multiple
         self.sizes: list[Size] = [dataset.resolution]
@@ -273,33 +272,18 @@ def _turned(sizes: Iterable[Size]) -> list[Size]:
     return sorted({turned for size in sizes for turned in (size, size[::-1])})
 
 
-def describe_sizes(dataset: Dataset, pixel_multiple: int, images: Images, used: Sequence[Size] | None = None) -> str:
-    """Return a line: whose rule finds the sizes, the shapes and what they keep of the images; so of another rule.
-
-    ``used``: the sizes of those that are not left out; None of all.
-    """
-    sizes = used or [size for size, _ in images]
-
-    def outcome(rule: BucketRule) -> str:
-        try:
-            buckets = Bucketing(dataset, pixel_multiple, images, rule)
-            fits = [(size, buckets.fit(size, random_crop=False, name="an image")) for size in sizes]
-        except UserError as error:
-            return f"refused ({str(error).removeprefix(f'{dataset.where}: ')})"
-        shares = [buckets.kept(size, fit) for size, fit in fits]
-        shapes = sorted(Counter(fit.bucket for _, fit in fits).items())
-        listed = names_in_short([f"{number} at {size_text(shape)}" for shape, number in shapes], 12)
-        mean = sum(shares) / max(1, len(shares))
-        text = f"{mean:.1%} of the pixels kept in {counted(len(shapes), 'shape')} ({listed})"
-        if few := sum(share < KEPT for share in shares):
-            text += f"; {counted(few, 'image')} below {KEPT:.0%}, {min(shares):.1%} at least"
-            text += " (no shape keeps more, or too few for a batch of it)" if buckets.rule == "tandem" else ""
-        return text
-
-    name, change = _RULES[dataset.bucket_rule]
-    on = replace(dataset, settings=dataset.settings.model_copy(update={"enable_bucket": True})).bucket_rule
-    other = on if dataset.bucket_rule is None else "kohya" if on == "tandem" else "tandem"
-    return f"sizes {name}: {outcome(None)}; {change}, {_RULES[other][0]}: {outcome(other)}"
+def describe_sizes(buckets: Bucketing, sizes: Sequence[Size]) -> str:
+    """Return a line: whose rule finds the sizes, the shapes and what they keep of the images of ``sizes``."""
+    fits = [(size, buckets.fit(size, random_crop=False, name="an image")) for size in sizes]
+    shares = [buckets.kept(size, fit) for size, fit in fits]
+    shapes = sorted(Counter(fit.bucket for _, fit in fits).items())
+    listed = names_in_short([f"{number} at {size_text(shape)}" for shape, number in shapes], 12)
+    mean = sum(shares) / max(1, len(shares))
+    kept = f"{mean:.1%} of the pixels kept in {counted(len(shapes), 'shape')} ({listed})"
+    if few := sum(share < KEPT for share in shares):
+        kept += f"; {counted(few, 'image')} below {KEPT:.0%}, {min(shares):.1%} at least"
+        kept += " (no shape keeps more, or too few for a batch of it)" if buckets.rule == "tandem" else ""
+    return f"sizes {_RULES[buckets.rule]}: {kept}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,8 +200,8 @@ def scan(
         result.listed.extend(train)
         result.train.extend(_balance(train, dataset.where, result.unused, regular_share))
         used = [one.image.size for one in (*result.train, *result.held_out) if one.group.dataset == number]
-        if images:
-            result.sizes[number] = describe_sizes(dataset, pixel_multiple, images, [*filter(None, used)])
+        if used:
+            result.sizes[number] = describe_sizes(buckets, [*filter(None, used)])
     result.warnings.extend(result.unused)
     if (number := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
         raise UserError(
@@ -329,7 +329,7 @@ def _check_split(config: DatasetConfig, result: Scan) -> None:
 
 def idle_parts(config: DatasetConfig) -> list[str]:
     """Return lines on subsets and files that are left out, and on keys without effect, as kohya's configs have them."""
-    lines = [*config.overridden, *_beside_numbered(config)]
+    lines = _beside_numbered(config)
     for dataset in config.datasets:
         tables: list[Dataset | Subset] = [dataset, *dataset.subsets]
         of_tables = [(table, idle_keys(table.settings.model_dump())) for table in tables]

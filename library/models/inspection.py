@@ -1,14 +1,9 @@
 """What a model on disk consists of, from its headers: no weight is read, so size makes no difference.
 
 A path becomes *weight sets* (a file, the shards of one model, each part of a pipeline), a set *components* (ComfyUI's
-all-in-one files hold several, recognised by prefixes), a component *modules*: the tensors that share a name up to its
-last dot. A module's kind follows from its leaves and their shapes. Modules that differ only in their block's number are
-counted together. Quantised checkpoints have tensors beside the weights (scales, markers, codebooks); they count as
-bytes, not as parameters. Format: https://github.com/huggingface/safetensors#format.
-
-Weights do not say which class computes with them: a one-dimensional weight with a bias may be a LayerNorm or a
-GroupNorm. Rows of ``Architecture``, in each family's ``files.py``, say which. Norms without weights, as most of a
-diffusion transformer's are, are not in a file and not counted.
+all-in-one files hold several, recognised by prefixes), which rows of ``Architecture``, in each family's ``files.py``,
+name. Quantised checkpoints have tensors beside the weights (scales, markers, codebooks); they count as bytes, not as
+parameters. Format: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from library.checksums import shards_of
@@ -30,7 +25,7 @@ from library.precision.checkpoint import quantized_file
 from library.precision.files.file_tensors import MODEL_PREFIXES, FileTensors
 from library.safetensors_io import TensorEntry, find_index, read_entries, weight_files
 
-UNKNOWN = Architecture("unknown architecture", (), with_bias="LayerNorm or GroupNorm")
+UNKNOWN = Architecture("unknown architecture", ())
 
 
 @functools.cache
@@ -61,37 +56,11 @@ _PREFIXES = re.compile(
     r"|text_encoders\.[^.]+\.(?:transformer\.)?|conditioner\.embedders\.\d+\.)"
 )
 _BLOCK = re.compile(r"^(.*?)\.(\d+)\.(.+)$")  # names before the first number that has something below it
-_EMBEDDING = re.compile(
-    r"(.*\.)?(embed_tokens|shared|wte|wpe|tok_embeddings|token_embedding|position_embedding|position_embeddings"
-    r"|relative_attention_bias|word_embeddings)"
-)
 # Leaves that belong to a quantisation: ComfyUI's and musubi-tuner's scales and markers, bitsandbytes' tables.
 _BOOKKEEPING = re.compile(
     r"(.*\.)?(scale_weight|weight_scale|weight_scale_2|scale_input|input_scale|scaled_fp8|comfy_quant|SCB)"
     r"|(.*\.weight\.)?(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)"
 )
-
-
-@dataclass(frozen=True)
-class ModuleGroup:
-    """Modules that differ only in their block's number.
-
-    Attributes:
-        name: with ``*`` for the block's number. part: the name before it, "" outside the blocks.
-        kind: "Linear", "Conv2d", "RMSNorm", ...
-        count: how many.
-        shape: of each one's weight; the first one's where they differ.
-        parameters, bytes: of all. dtypes: safetensors' names -> tensors.
-    """
-
-    name: str
-    part: str
-    kind: str
-    count: int
-    shape: tuple[int, ...] = ()
-    parameters: int = 0
-    bytes: int = 0
-    dtypes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,7 +72,6 @@ class Component:
         architecture: its name, or "unknown architecture".
         facts: sizes worth telling.
         blocks: part -> number of blocks.
-        modules: what it is made of.
         tensors: in the file. parameters: without scales and markers. bytes: all.
         dtypes: safetensors' names -> parameters.
     """
@@ -112,7 +80,6 @@ class Component:
     architecture: str
     facts: Mapping[str, int | bool]
     blocks: Mapping[str, int]
-    modules: tuple[ModuleGroup, ...]
     tensors: int
     parameters: int
     bytes: int
@@ -210,11 +177,10 @@ def _component(name: str, tensors: Mapping[str, TensorEntry]) -> Component:
     dtypes: Counter[str] = Counter()
     for tensor in counted.values():
         dtypes[tensor.dtype] += tensor.numbers
-    modules = _modules(tensors, architecture)
     blocks: dict[str, set[str]] = {}
     for key in counted:
         if match := _BLOCK.match(key.rpartition(".")[0]):
-            blocks.setdefault(match[1], set()).add(match[2])
+            blocks.setdefault(printable(match[1]), set()).add(match[2])
     return Component(
         name=name,
         architecture=architecture.name,
@@ -224,69 +190,11 @@ def _component(name: str, tensors: Mapping[str, TensorEntry]) -> Component:
             if axis is None or key in tensors
         },
         blocks={part: len(numbers) for part, numbers in blocks.items()},
-        modules=tuple(modules),
         tensors=len(tensors),
         parameters=sum(tensor.numbers for tensor in counted.values()),
         bytes=sum(tensor.bytes for tensor in tensors.values()),
         dtypes=dict(dtypes.most_common()),
     )
-
-
-def _modules(tensors: Mapping[str, TensorEntry], architecture: Architecture) -> list[ModuleGroup]:
-    """Return the modules of one network in file order."""
-    leaves: dict[str, dict[str, TensorEntry]] = {}
-    for key, tensor in tensors.items():
-        owner, _, leaf = key.rpartition(".")
-        if ".weight." in key and _BOOKKEEPING.fullmatch(key):
-            owner, leaf = key.split(".weight.", 1)
-        leaves.setdefault(owner, {})[leaf] = tensor
-    groups: dict[tuple[str, str], list[Mapping[str, TensorEntry]]] = {}
-    for owner, parts in leaves.items():
-        groups.setdefault((_starred(owner), _kind(owner, parts, architecture)), []).append(parts)
-    return [_group(name, kind, members) for (name, kind), members in groups.items()]
-
-
-def _group(name: str, kind: str, members: Sequence[Mapping[str, TensorEntry]]) -> ModuleGroup:
-    tensors = [tensor for parts in members for tensor in parts.values()]
-    weights = [t for parts in members for leaf, t in parts.items() if not _BOOKKEEPING.fullmatch(leaf)]
-    first = members[0]
-    shape = next((first[leaf].shape for leaf in ("weight", "gamma", "scale") if leaf in first), ())
-    return ModuleGroup(
-        name=name,
-        part=_part(name),
-        kind=kind,
-        count=len(members),
-        shape=shape,
-        parameters=sum(tensor.numbers for tensor in weights),
-        bytes=sum(tensor.bytes for tensor in tensors),
-        dtypes=dict(Counter(tensor.dtype for tensor in weights)),
-    )
-
-
-def _kind(owner: str, parts: Mapping[str, TensorEntry], architecture: Architecture) -> str:
-    """Return the class of a module, from its leaves."""
-    if all(_BOOKKEEPING.fullmatch(leaf) for leaf in parts):
-        return "quantisation marker"
-    if "gamma" in parts or ("scale" in parts and "weight" not in parts):
-        return "RMSNorm"
-    weight = parts.get("weight")
-    if weight is None or not weight.shape:
-        return "parameter"
-    if len(weight.shape) == 1:
-        return architecture.with_bias if "bias" in parts else architecture.without_bias
-    if len(weight.shape) == 2:
-        return "Embedding" if _EMBEDDING.fullmatch(owner) else "Linear"
-    return f"Conv{len(weight.shape) - 2}d"
-
-
-def _starred(name: str) -> str:
-    """Return a module's name with ``*`` for its block's number."""
-    return printable(_BLOCK.sub(r"\1.*.\3", name))
-
-
-def _part(starred: str) -> str:
-    part, star, _ = starred.partition(".*.")
-    return part if star else ""
 
 
 def is_lora(names: Iterable[str]) -> bool:

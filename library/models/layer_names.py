@@ -47,16 +47,12 @@ class Architecture:
     Attributes:
         name: for people.
         marks: regular expressions; each must match a whole tensor name.
-        with_bias: what a norm with weight and bias is.
-        without_bias: what a norm with a weight alone is.
         facts: label -> (tensor, axis): a size worth telling; axis None tells whether the tensor is there.
         model_type: of a transformer, the family's first; "" of its other parts.
     """
 
     name: str
     marks: tuple[str, ...]
-    with_bias: str = "LayerNorm"
-    without_bias: str = "RMSNorm"
     facts: tuple[tuple[str, str, int | None], ...] = ()
     model_type: str = ""
 

@@ -99,7 +99,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 # the script, its words, and the files among them that are damaged
 COMMANDS = [
-    ("tools/inspect_model.py", ["a.safetensors", "--modules"], ["a.safetensors"]),
+    ("tools/inspect_model.py", ["a.safetensors"], ["a.safetensors"]),
     (
         "tools/convert_lora.py",
         ["--lora", "a.safetensors", "--save_to", "o.safetensors", "--save_format", "kohya"],

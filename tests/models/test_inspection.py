@@ -1,10 +1,9 @@
-"""What headers tell, against the modules of diffusers' and transformers' own classes."""
+"""What headers tell, against diffusers' and transformers' own classes."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,40 +31,11 @@ from tests.tiny_krea2 import published_state_dict, tiny_krea2_transformer
 from tests.tiny_qwen_21 import tiny_21_transformer, tiny_21_vae
 from tests.tiny_z_image import comfy_state_dict, tiny_z_transformer
 
-KINDS = ("Linear", "Embedding", "Conv2d", "Conv3d", "LayerNorm", "GroupNorm", "RMSNorm")
-# What classes call themselves, against the kinds of the report.
-SAME = {
-    "QwenImageRMS_norm": "RMSNorm",
-    "T5LayerNorm": "RMSNorm",
-    "LlamaRMSNorm": "RMSNorm",
-    "Krea2RMSNorm": "RMSNorm",
-    "QwenImageCausalConv3d": "Conv3d",
-    "QwenImage21RMS_norm": "RMSNorm",
-    "QwenImage21CausalConv3d": "Conv2d",  # of one frame
-    "QwenImage21ZeroCenterRMSNorm": "RMSNorm",
-    "Conv1D": "Linear",  # GPT-2's name for a linear layer
-}
-
-
-def modules_of(model: nn.Module) -> dict[str, int]:
-    """Count the modules of each kind that have weights."""
-    learned = (module for module in model.modules() if any(True for _ in module.parameters(recurse=False)))
-    names = (SAME.get(type(module).__name__, type(module).__name__) for module in learned)
-    counted = Counter(name for name in names if name in KINDS)
-    return dict(counted)
-
 
 def one_component(path: Path) -> Component:
     (weights,) = weight_sets(path)
     (component,) = components(weights)
     return component
-
-
-def counts(component: Component) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for group in component.modules:
-        total[group.kind] += group.count
-    return dict(total)
 
 
 def qwen_image() -> nn.Module:
@@ -106,7 +76,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_modules_norms_and_parameters_are_those_of_the_class(name: str, tmp_path: Path) -> None:
+def test_architecture_parameters_and_bytes_are_those_of_the_class(name: str, tmp_path: Path) -> None:
     build, title = MODELS[name]
     model = build()
     path = tmp_path / "model.safetensors"
@@ -116,14 +86,6 @@ def test_modules_norms_and_parameters_are_those_of_the_class(name: str, tmp_path
     save_file(state, path)
     found = one_component(path)
     assert found.architecture == title
-    expected = modules_of(model)
-    if name == "t5":
-        expected["Embedding"] -= 1  # the class shows the one tensor as two modules
-    if name == "z_image":
-        expected["parameter"] = 1  # the model itself, for its two padding tokens
-    if name == "krea2":
-        expected["parameter"] = 3  # the tables of two blocks and of the last layer
-    assert counts(found) == expected
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert found.bytes == 4 * found.parameters
     assert found.dtypes == {"F32": found.parameters}
@@ -210,15 +172,13 @@ def test_scales_count_as_bytes_and_not_as_parameters(tmp_path: Path) -> None:
     found = one_component(path)
     assert found.dtypes == {"F8_E4M3": 32, "BF16": 8}
     assert (found.parameters, found.bytes) == (40, 32 + 16 + 4 + 2)
-    assert counts(found) == {"Linear": 1, "quantisation marker": 1}
 
 
-def test_an_unknown_architecture_is_told_from_names_and_shapes(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_called_so(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a.weight": torch.zeros(3), "a.bias": torch.zeros(3), "b.weight": torch.zeros(2, 3, 5)}, path)
     found = one_component(path)
     assert found.architecture == "unknown architecture"
-    assert counts(found) == {"LayerNorm or GroupNorm": 1, "Conv1d": 1}
 
 
 def write_sparse(path: Path, layers: int, width: int) -> int:

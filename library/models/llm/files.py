@@ -378,5 +378,5 @@ def _targets(family: LMFamily, stack: str) -> LoraTargets:
 LORA_TARGETS = (_targets("llama", "model.layers"), _targets("gpt2", "transformer.h"))
 ARCHITECTURES = (
     Architecture("Llama-style language model", (r"(model\.)?layers\.0\.input_layernorm\.weight",)),
-    Architecture("GPT-2 language model", (r"(transformer\.)?h\.0\.ln_1\.weight",), without_bias="LayerNorm"),
+    Architecture("GPT-2 language model", (r"(transformer\.)?h\.0\.ln_1\.weight",)),
 )
