@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from library.training.memory.fake_cuda import pretend
-from library.training.memory.trace import MemoryTrace, tracing
+from library.training.memory.trace import tracing
+from tests.cuda.watched_trace import WatchedTrace, pretend
 
 _MIB = 2**20
 
@@ -57,7 +57,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 def refusals(_folder: Any) -> dict[str, Any]:
     """Return of each of ``STEPS`` what its capture refused."""
-    trace, found = MemoryTrace(), dict[str, Any]()
+    trace, found = WatchedTrace(), dict[str, Any]()
     pretend(trace)
     with tracing(trace):
         for name, step in STEPS.items():
@@ -72,7 +72,7 @@ def refusals(_folder: Any) -> dict[str, Any]:
 
 def memory(_folder: Any) -> dict[str, Any]:
     """Return MiB that live before two captures of one pool, within them, after, and once they are dropped."""
-    trace, live = MemoryTrace(), list[int]()
+    trace, live = WatchedTrace(), list[int]()
     pretend(trace)
 
     def note() -> None:

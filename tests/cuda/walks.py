@@ -31,14 +31,14 @@ from library.safetensors_io import read_entries
 from library.training.engine import Engine
 from library.training.memory import dry_run
 from library.training.memory.dummy_checkpoint import write_dataset, write_model, write_specs
-from library.training.memory.fake_cuda import pretend
-from library.training.memory.trace import MemoryTrace, tracing
+from library.training.memory.trace import tracing
 from library.training.tasks.image_lora import ImageLora
 from library.training.tasks.image_step import FlowStep, StepInputs
 from library.training.tasks.pretraining import Pretraining
 from tests import chat_runs
 from tests.cuda.captured import memory, refusals  # noqa: F401  # called by name
 from tests.cuda.formats import write_quantised
+from tests.cuda.watched_trace import WatchedTrace, pretend
 from tests.curves import without_curves
 from tests.pretraining_runs import write_corpus
 
@@ -69,7 +69,7 @@ def train(
         quantised weights after forward; the files; bytes when the first step begins; how many graphs were compiled.
     """
     config = _config(folder, model_type, blocks, flags, batch, side, file, dataset_text, steps, estimated)
-    trace, copies, loaded = MemoryTrace(), list[str](), list[int]()
+    trace, copies, loaded = WatchedTrace(), list[str](), list[int]()
     pretend(trace)
     if planted is not None:
         _PLANTED[planted]()
@@ -140,7 +140,7 @@ def capture(
         What was refused; the first operation that differs between the two; how many there are.
     """
     config = _config(folder, model_type, blocks, flags, batch, side, file)
-    trace = MemoryTrace()
+    trace = WatchedTrace()
     pretend(trace)
     logs = list[list[str]]()
     with tracing(trace):
@@ -180,7 +180,7 @@ def plan(
     folder: Path, model_type: str = "flux", blocks: int = 2, flags: Sequence[str] = (), side: int = 1024
 ) -> dict[str, Any]:
     """Count what a run takes; return the bytes by phase and part, what captures refused, how many graphs there are."""
-    config, trace = _config(folder, model_type, blocks, flags, 1, side, None), MemoryTrace()
+    config, trace = _config(folder, model_type, blocks, flags, 1, side, None), WatchedTrace()
     pretend(trace)
     with tracing(trace):
         task = dry_run.opened_task(ImageLora, config, folder)
@@ -210,7 +210,7 @@ def pretrain(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
         "--data_dir", str(corpus), "--output_dir", str(folder / "run"), "--max_train_steps", "3", "--log_every_n_steps",
         "100", "--train_batch_size", "2", "--mixed_precision", "bf16", "--overwrite", *flags,
     ])  # fmt: skip
-    trace = MemoryTrace()
+    trace = WatchedTrace()
     pretend(trace)
     _watch(trace, [], [])
     with tracing(trace), without_curves():
@@ -220,7 +220,7 @@ def pretrain(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
 
 def chat(folder: Path, **settings: object) -> dict[str, Any]:
     """Train a LoRA on a tiny language model for three steps; return the host's waits, as :func:`train`."""
-    place, trace = chat_runs.write_place(folder), MemoryTrace()
+    place, trace = chat_runs.write_place(folder), WatchedTrace()
     pretend(trace)
     _watch(trace, [], [])
     settings |= {"max_train_steps": 3, "log_every_n_steps": 100, "mixed_precision": "bf16", "train_batch_size": 1}
@@ -232,7 +232,7 @@ def chat(folder: Path, **settings: object) -> dict[str, Any]:
 _ENGINE = "library/training/engine.py"  # a fused optimizer's first step, which makes its state, is one
 
 
-def _waits(trace: MemoryTrace, steps: int) -> list[list[str]]:
+def _waits(trace: WatchedTrace, steps: int) -> list[list[str]]:
     """Return the host's waits in ``steps`` but the last, without those of optimizers that cannot skip a step.
 
     Nor those of a capture, which compares a shape's first replay with its step.
@@ -252,7 +252,7 @@ def _with_file(folder: Path, model_type: str, file: str, flags: Sequence[str]) -
     return made, [*flags, *(word for option, path in parts.items() for word in (f"--{option}", str(path)))]
 
 
-def _watch(trace: MemoryTrace, copies: list[str], loaded: list[int]) -> None:
+def _watch(trace: WatchedTrace, copies: list[str], loaded: list[int]) -> None:
     """Name steps in the walk; after each forward pass look for what holds a quantised weight in high precision."""
     own_epoch, own_batch, own_compute = trainer_module.Trainer._epoch, Engine.forward_backward, FlowStep.compute
     training = list[bool]()  # not in a dry run
@@ -271,9 +271,9 @@ def _watch(trace: MemoryTrace, copies: list[str], loaded: list[int]) -> None:
         trace.relabel((*model.parameters(), *model.buffers()), "weights")
         found = own_compute(self, model, *arguments)
         shapes = {layer.outline.shape for layer in model.modules() if isinstance(layer, QuantizedLinear)}
-        for each in trace.living():
-            if each.part == "activations" and each.shape in shapes and "16" in each.dtype:
-                copies.append(f"{each.operation} {each.shape}")
+        for part, made in trace.living():
+            if part == "activations" and made.shape in shapes and "16" in made.dtype:
+                copies.append(f"{made.operation} {made.shape}")
         return found
 
     trainer_module.Trainer._epoch, Engine.forward_backward = epoch, batch  # type: ignore[method-assign]
@@ -321,7 +321,7 @@ def tool(folder: Path, name: str, words: Sequence[str]) -> dict[str, Any]:
     import importlib
 
     module = importlib.import_module(f"tools.{name}")
-    trace = MemoryTrace()
+    trace = WatchedTrace()
     pretend(trace)
     sys.argv = [name, *words]
     with tracing(trace):

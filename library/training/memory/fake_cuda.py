@@ -19,6 +19,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +36,6 @@ from library.checksums import checksum, read_checked_json, write_checked_json
 from library.errors import UserError
 from library.files import atomic_path
 from library.training.memory.budget import GIB
-from library.training.memory.capture import Capturing, FakeGraph, Pool
 
 _SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 aten = torch.ops.aten
@@ -108,14 +108,63 @@ class _Idle:
         return None
 
 
-class Counted(Capturing, Protocol):
-    """A trace: bytes now, and the most since :meth:`reset_peak`; ``refuse`` raises while a graph is captured."""
+class Counted(Protocol):
+    """A trace: bytes now, the most since :meth:`reset_peak`, and the ``graph`` that is captured."""
 
     live: int
     peak: int
+    graph: FakeGraph | None
 
     def reset_peak(self) -> None: ...
-    def refuse(self, why: str) -> bool: ...
+    def hold(self, pool: Pool, size: int) -> None: ...
+
+
+class Pool:
+    """Memory of graphs: bytes that they ``hold``, of which so many ``live``; handle of ``graph_pool_handle``.
+
+    It keeps the most that lived in it at once until the last of its graphs is gone.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.live = self.graphs = 0
+
+
+class FakeGraph:
+    """``torch.cuda.CUDAGraph``, which replays nothing: what is allocated within a capture is its pool's."""
+
+    def __init__(self, trace: Counted, **_: Any) -> None:
+        self._trace, self.generators = trace, list[Any]()
+        self._pool = Pool()
+        self._drop: Any = None
+
+    def register_generator_state(self, generator: Any) -> None:
+        self.generators.append(generator)
+
+    def capture_begin(self, pool: Pool | None = None, **_: Any) -> None:
+        assert self._trace.graph is None, "a graph is being captured"
+        self._pool = pool or self._pool
+        self._pool.graphs += 1
+        self._drop = weakref.finalize(self, _drop, self._trace, self._pool)
+        self._trace.graph = self
+
+    def capture_end(self) -> None:
+        self._trace.graph = None
+
+    def replay(self) -> None:
+        pass
+
+    def pool(self) -> Pool:
+        return self._pool
+
+    def reset(self) -> None:
+        if self._drop is not None:
+            self._drop()
+
+
+def _drop(trace: Counted, pool: Pool) -> None:
+    pool.graphs -= 1
+    if not pool.graphs:
+        trace.hold(pool, pool.live)
 
 
 def pretend(trace: Counted, total: int = 80 * GIB, capability: tuple[int, int] = (9, 0), runtime: bool = True) -> None:
@@ -134,7 +183,7 @@ def pretend(trace: Counted, total: int = 80 * GIB, capability: tuple[int, int] =
     cuda.reset_peak_memory_stats = lambda *_: trace.reset_peak()
     tensor: Any = Tensor
     tensor.record_stream = lambda *_: None
-    tensor.pin_memory = lambda self, *_: trace.refuse("host memory is pinned") or self
+    tensor.pin_memory = lambda self, *_: self
     tensor.numpy = _numpy(Tensor.numpy)
     layer: Any = nn.Module
     layer._apply = _apply
@@ -153,34 +202,26 @@ def _pretend_runtime(trace: Counted, total: int, capability: tuple[int, int]) ->
     def answer(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value
 
-    def refused(name: str, value: Any = None) -> Callable[..., Any]:
-        return lambda *_, **__: trace.refuse(name) or value
-
-    class Idle(_Idle):
-        synchronize = refused("the host waits for a stream or an event")
-
     runtime: Any = torch.cuda
     properties = SimpleNamespace(major=capability[0], minor=capability[1], total_memory=total, name="no card")
     answers: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "_is_compiled": True,
         "_lazy_init": None, "init": None, "get_device_capability": capability, "get_device_name": "no card",
         "get_device_properties": properties,
-        "is_bf16_supported": True, "current_stream": Idle(), "default_stream": Idle(), "set_stream": None,
+        "is_bf16_supported": True, "current_stream": _Idle(), "default_stream": _Idle(), "set_stream": None,
         "set_device": None, "get_arch_list": [], "memory_stats": {}, "ipc_collect": None,
+        "synchronize": None, "empty_cache": None, "get_rng_state_all": [], "set_rng_state": None,
+        "set_rng_state_all": None, "manual_seed": None, "manual_seed_all": None,
     }  # fmt: skip
     for name, value in answers.items():
         setattr(runtime, name, answer(value))
-    names = ("synchronize", "empty_cache", "set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all")
-    for name in names:
-        setattr(runtime, name, refused(f"torch.cuda.{name}"))
-    runtime.get_rng_state_all = refused("torch.cuda.get_rng_state_all", [])
     runtime._initialized = True  # a checkpoint that preserves the generators' state asks for the device's then
-    runtime.get_rng_state = lambda *_: trace.refuse("torch.cuda.get_rng_state") or torch.get_rng_state()
+    runtime.get_rng_state = lambda *_: torch.get_rng_state()
     runtime.CUDAGraph, runtime.graph_pool_handle = functools.partial(FakeGraph, trace), Pool
     runtime.is_current_stream_capturing = lambda: trace.graph is not None
-    runtime.Stream = runtime.Event = Idle
+    runtime.Stream = runtime.Event = _Idle
     runtime.stream = runtime.device = lambda *_: contextlib.nullcontext()
-    runtime.cudart = answer(Idle())
+    runtime.cudart = answer(_Idle())
     runtime.mem_get_info = lambda *_: (max(0, total - trace.live), total)
     bindings: Any = torch._C
     bindings._cuda_getCurrentRawStream = answer(0)

@@ -1,4 +1,4 @@
-"""One trace of a program on fake tensors: what lives on the card at each moment, and where the host waits for it.
+"""One trace of a program on fake tensors: what lives on the card at each moment.
 
 PyTorch's ``FakeTensorMode`` gives tensors that have shape, dtype, device and lifetime, and no numbers. On them a step
 of a full-size model takes a minute on one core, meets a tensor on the wrong device as the GPU would, and shows how many
@@ -6,22 +6,22 @@ bytes live at each moment. Here the device is fake and the host is real: dataset
 what they are; only what lies on ``cuda``, and what is read from a model's files, has no numbers. Without a card the
 device is that of ``fake_cuda``.
 
-    MemoryTrace         a dispatch mode: counts live bytes, and sees where the host waits for the device
+    MemoryTrace         a dispatch mode: counts live bytes
     tracing             traces what is done in a block
     device_processes    processes in which ``cuda`` can be traced; patches of PyTorch stay in them
 
 PyTorch's own ``torch.distributed._tools.MemTracker`` counts on fake tensors too, but raises on frozen parameters, whose
-gradient it hooks (2.13), and knows nothing of waits, of the host's real tensors, and of what kernels take within.
+gradient it hooks (2.13), and knows nothing of the host's real tensors, and of what kernels take within.
 
 *What is counted.* Storages on the device, from the operation that makes them until nothing holds them, in the 512 bytes
 that PyTorch's allocator rounds to: what ``torch.cuda.max_memory_allocated`` reports. Kernels also take memory within
 themselves, which no dispatcher sees: flash attention's backward sums the queries' gradient in fp32 (``_WITHIN``); the
 products of cuBLAS have a workspace, once a process.
 
-*The host's waits.* A number that is read (``item``, ``tolist``, ``if tensor``) or copied to the host without
-``non_blocking`` stops the queue of work; a trace notes the place. Small tensors of whole numbers (positions, lengths,
+*Numbers that the host reads* (``item``, ``tolist``, ``if tensor``). Small tensors of whole numbers (positions, lengths,
 masks) carry their values beside them, as programs decide by them. Of others a made-up number is read: 1.0, true, or
-for a count very many.
+for a count very many. Where the host waits, and what a capture of a graph would refuse, is seen in
+``tests/cuda/watched_trace.py``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ import contextlib
 import os
 import sys
 import time
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,32 +46,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from library.safetensors_io import read_rows
-from library.training.memory.capture import FakeGraph, Pool, refusal
-from library.training.memory.fake_cuda import attention_kernel, has_card, library_path
+from library.training.memory.fake_cuda import FakeGraph, Pool, attention_kernel, has_card, library_path
 
 _ROUNDED_TO = 512  # bytes, of PyTorch's caching allocator
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Wait:
-    """Where the host waited for the device: the trace's phase, and the lines that led there, the innermost last."""
-
-    phase: str
-    operation: str
-    where: tuple[str, ...]
-
-
 @dataclass
 class Allocation:
-    """Bytes that live: to what part of the run they belong, and what made them; of a graph, in its pool."""
+    """Bytes that live: to what part of the run they belong; of a graph, in its pool."""
 
     bytes: int
     part: str
-    operation: str
-    shape: tuple[int, ...]
-    dtype: str
-    number: int
     pool: Pool | None
 
 
@@ -82,7 +66,7 @@ class _FakeTensors(FakeTensorMode):
 
 
 class MemoryTrace(TorchDispatchMode):
-    """Counts the bytes of the device's storages, and notes the host's waits; what touches the device is fake.
+    """Counts the bytes of the device's storages; what touches the device is fake.
 
     Attributes:
         live, peak: bytes now, and the most since :meth:`reset_peak`.
@@ -90,10 +74,7 @@ class MemoryTrace(TorchDispatchMode):
         parts: bytes now by part.
         phases: of each phase its highest point, bytes by part.
         phase: what is done now, in a word or two; the caller sets it.
-        waits: of the host.
-        graph: the one that is captured now; see ``capture``.
-        refused: what captures refused, and the lines that asked for it.
-        log: None, or a list to which every operation on the device adds its name and arguments; see :meth:`logging`.
+        graph: the one that is captured now; see ``fake_cuda``.
         started_at: when; files that are older are a model's.
     """
 
@@ -103,11 +84,7 @@ class MemoryTrace(TorchDispatchMode):
         self.part, self.phase = "activations", ""
         self.parts: Counter[str] = Counter()
         self.phases: dict[str, dict[str, int]] = {}
-        self.waits: list[Wait] = []
         self.graph: FakeGraph | None = None
-        self.refused: list[str] = []
-        self.log: list[str] | None = None
-        self._made = self._made_before = 0  # allocations: so far, and when the log began
         self._highest: dict[str, int] = {}  # bytes, by phase
         self._sizes: dict[int, Allocation] = {}
         self.started_at = 0.0
@@ -130,8 +107,6 @@ class MemoryTrace(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and operation.namespace == "aten" and operation._can_decompose():
             with self:
                 return operation.decompose(*args, **kwargs)
-        if self.graph is not None and (why := refusal(operation, args, kwargs, self.graph.generators)):
-            self.refuse(why)
         if operation in (aten._local_scalar_dense.default, aten.item.default) and isinstance(args[0], FakeTensor):
             return self._number(args[0])
         if operation is aten._fused_sdp_choice.default and args[0].is_cuda:
@@ -154,61 +129,24 @@ class MemoryTrace(TorchDispatchMode):
         self._carry(operation, args, result, values)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
-                self._see(tensor, operation)
+                self._see(tensor)
         if operation in _NEVER or (operation is aten.any.default and args[0].dtype == torch.bool):
             self._false[result] = True
-        if self.log is not None:
-            self.log.append(f"{operation} {tree_map(self._in_words, (args, kwargs, result))}")
         if within := _WITHIN.get(operation):
             self._add(0, within(args), self._pool)
         if operation in _COPIES and result.device.type == "cpu":
-            return self._arrived(operation, args, kwargs, result)
+            return self._arrived(operation, args, result)
         return result
-
-    def refuse(self, why: str) -> bool:
-        """Raise, while a graph is captured, as CUDA would; else return false.
-
-        Raises:
-            RuntimeError: a graph is being captured.
-        """
-        if self.graph is not None:
-            self.refused.append(" < ".join((why, *_lines()[::-1])))
-            raise RuntimeError(f"refused while a CUDA graph is captured: {self.refused[-1]}")
-        return False
 
     @property
     def _pool(self) -> Pool | None:
         return None if self.graph is None else self.graph.pool()
 
-    @contextlib.contextmanager
-    def logging(self) -> Iterator[list[str]]:
-        """Yield a list of what the block's operations are and work on: names, numbers, storages, shapes, strides.
-
-        A storage is named by its number among all, or among the block's if it was made there: two blocks of one log
-        issue the same operations on the same places.
-        """
-        self.log, self._made_before = [], self._made
-        try:
-            yield self.log
-        finally:
-            self.log = None
-
-    def _in_words(self, each: Any) -> Any:
-        if not isinstance(each, Tensor):
-            return each
-        if not each.is_cuda:
-            return each.tolist() if each.ndim == 0 and not isinstance(each, FakeTensor) else tuple(each.shape)
-        number = self._sizes[each.untyped_storage()._cdata].number
-        place = f"held {number}" if number <= self._made_before else f"new {number - self._made_before}"
-        return place, each.dtype, tuple(each.shape), each.stride(), each.storage_offset()
-
-    def _arrived(self, operation: Any, args: Any, kwargs: Any, result: Tensor) -> Tensor:
+    def _arrived(self, operation: Any, args: Any, result: Tensor) -> Tensor:
         """Return what a copy gives the host: a tensor of its own, of ones."""
         source = args[1] if operation is aten.copy_.default else args[0]
         if source.device.type == "cpu":
             return result
-        if not (kwargs.get("non_blocking") or (operation is aten.copy_.default and len(args) > 2 and args[2])):
-            self.waits.append(Wait(self.phase, str(operation), _lines()))
         if operation is aten.copy_.default:
             return args[0]
         if (values := self._values.get(source)) is not None:
@@ -226,7 +164,9 @@ class MemoryTrace(TorchDispatchMode):
     def _is_of_a_model_file(self) -> bool:
         """Whether ``read_rows`` asks, for a file that was there before; what the program writes it reads again."""
         frame: Any = sys._getframe(3)
-        while frame is not None and "torch" in frame.f_code.co_filename:
+        while frame is not None and (
+            "torch" in frame.f_code.co_filename or frame.f_code.co_name == "__torch_dispatch__"  # of a subclass
+        ):
             frame = frame.f_back
         if frame is None or frame.f_code is not read_rows.__code__:
             return False
@@ -266,30 +206,22 @@ class MemoryTrace(TorchDispatchMode):
             self._values.pop(args[0], None)
 
     def _number(self, tensor: Tensor) -> Any:
-        if tensor.device.type == "cuda":
-            self.waits.append(Wait(self.phase, "item", _lines()))
         if (values := self._values.get(tensor)) is not None:
             return values.item()
         if tensor.dtype == torch.bool:
             return tensor not in self._false
         return 1.0 if tensor.dtype.is_floating_point else _VERY_MANY
 
-    def _see(self, tensor: Tensor, operation: Any) -> None:
+    def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
             return
         size = -(-storage.nbytes() // _ROUNDED_TO) * _ROUNDED_TO
-        self._made += 1
-        pool, shape = self._pool, tuple(tensor.shape)
-        self._sizes[key] = Allocation(size, self.part, str(operation), shape, str(tensor.dtype), self._made, pool)
+        self._sizes[key] = Allocation(size, self.part, pool := self._pool)
         self.parts[self.part] += 0 if pool else size
         self._add(size, 0, pool)
         weakref.finalize(storage, self._freed, key)
-
-    def living(self) -> list[Allocation]:
-        """Return what lives now."""
-        return [replace(each) for each in self._sizes.values()]
 
     def relabel(self, tensors: Iterable[Tensor], part: str) -> None:
         """Let what ``tensors`` hold belong to ``part``."""
@@ -345,16 +277,6 @@ def _query_gradient(args: Any) -> int:
 _WITHIN: dict[Any, Callable[[Any], int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _query_gradient,
 }
-
-
-_ROOT = Path(__file__).resolve().parents[3]
-
-
-def _lines() -> tuple[str, ...]:
-    """Return the six innermost lines of this repository that led here, the innermost last."""
-    frames = [f for f in traceback.extract_stack() if f.filename.startswith(str(_ROOT)) and ".venv" not in f.filename]
-    shown = [f for f in frames if Path(f.filename).name not in ("trace.py", "fake_cuda.py")]
-    return tuple(f"{Path(f.filename).relative_to(_ROOT)}:{f.lineno} {f.name}" for f in shown[-6:])
 
 
 @contextlib.contextmanager
