@@ -425,8 +425,6 @@ def main() -> None:
     console.print(*report.lines(), sep="\n")
     if report.fixes:
         console.print(fix_table(report.fixes, report.full))
-    if report.server:
-        console.print(*report.server.lines(), sep="\n")
     console.print(*map(str, paths), sep="\n")
 
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from library.checksums import weights_fingerprint
 from library.errors import UserError, counted, reason_of
 from library.fidelity.calibration import Calibration
-from library.fidelity.differences import relative_error
-from library.fidelity.rounding_laws import same_in_bf16
 from library.fidelity.serving import REFERENCE, Models, Served, Variant
 from library.fidelity.tensors import module_difference
 from library.models.family import Family
@@ -33,6 +31,7 @@ from library.precision.checkpoint import WeightFiles
 
 _MOST = 1000
 _SAME = 1e-5  # relative rms: a hundredth of what rounding to bf16 changes
+_MERGED = 1e-2  # of embeddings by encoders that a LoRA was merged into, and rounded to bf16
 # nothing is computed from the VAE's two here; the last is a guidance that is ignored
 _NOT_COMPARED = ("sample_size", "force_upcast", "guidance_embeds")
 _OF_FILES = ("dtype", "torch_dtype", "transformers_version", "architectures", "model_type")  # of a config, no settings
@@ -42,14 +41,7 @@ _SAME_EFFECTS = {
     "vae": "these images get the same latents, and back",
     "shift": "these images are sampled at the same noise levels",
 }
-# beside the dataset's captions: the empty prompt, and what few captions have
-_PROBES = (
-    "",
-    "A RED Cat's 2nd HAT",
-    "crème brûlée, Ångström, naïve",
-    "a 🦊 in 東京 — ½ price…",
-    "one long prompt " * 300,
-)
+_SAMPLER = ("scheduler class", "scheduler stochastic_sampling")  # settings that noise levels say nothing of
 
 
 # From files.
@@ -58,8 +50,8 @@ _PROBES = (
 def complete(models: Models, variant: Variant) -> Variant:
     """Return ``variant`` with what a deployed pipeline brings besides the transformer, and what it lacks.
 
-    Parts whose files are the reference's, and those that ``variant`` says something of, are no causes; nor are
-    encoders with the LoRA merged in. A merged file without text encoders has lost the LoRA's part in them.
+    Parts whose files are the reference's, and those that ``variant`` says something of, are no causes. A merged file
+    without text encoders of its own has lost the LoRA's part in them.
 
     Raises:
         UserError: the pipeline names a tokenizer or a scheduler that is not in it.
@@ -79,10 +71,8 @@ def complete(models: Models, variant: Variant) -> Variant:
             served = replace(said, options=options)
             if not options or said.options:
                 continue
-            if cause == "text" and lost and _holds_the_lora(models, served):
-                lost = False
-            else:
-                variant = replace(variant, **cast(Any, {cause: served}))
+            lost = lost and cause != "text"
+            variant = replace(variant, **cast(Any, {cause: served}))
         for change in ({"shift": "deployed"}, {"guidance": "ignored"}, {"configs": True}):
             (cause,), changed = change, replace(variant, **cast(Any, change))
             if cause not in variant.changes() and fields(models, changed, cause):
@@ -126,21 +116,6 @@ def _settings(known: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in known.items() if not key.startswith("_") and key not in _OF_FILES}
 
 
-def _holds_the_lora(models: Models, text: Served) -> bool:
-    """Return whether the encoders ``text`` are the reference's with the LoRA's part merged in, and nothing else."""
-    pairs = zip(*(models.text_encoder(each).models().items() for each in (REFERENCE, Variant(text=text))), strict=True)
-    for (component, high), (_, served) in pairs:
-        loras = models.loras.get(component, {})
-        updates = {f"{name.removeprefix(f'{component}.')}.weight": each for name, each in loras.items()}
-        found = dict(served.named_parameters())
-        for name, parameter in high.named_parameters():
-            update = updates.get(name)
-            wanted = parameter.detach().float() + (0 if update is None else update.delta().to(parameter.device))
-            if name not in found or not same_in_bf16(found[name].detach().float(), wanted):
-                return False
-    return True
-
-
 # By what they do.
 
 
@@ -162,8 +137,12 @@ def settle(models: Models, variant: Variant, calibration: Calibration, steps: in
     same = {cause: line for cause, line in same.items() if cause not in variant.changes()}
     for cause in (each for each in _SAME_EFFECTS if each in variant.changes()):
         try:
-            if _does_alike(models, variant.only(cause), cause, calibration, steps):
-                same[cause] = f"{words(models, variant, cause, captions_of(calibration))}: {_SAME_EFFECTS[cause]}"
+            unseen = cause == "shift" and not steps
+            if unseen or _does_alike(models, variant.only(cause), cause, calibration, steps):
+                effect = "not looked at, because nothing is sampled (--steps 0)" if unseen else _SAME_EFFECTS[cause]
+                if cause == "shift" and any(each.startswith(_SAMPLER) for each in fields(models, variant, cause)):
+                    effect = "another sampler, which is not looked at: the report samples by Euler's method"
+                same[cause] = f"{words(models, variant, cause, captions_of(calibration))}: {effect}"
                 variant = variant.without(cause)
         except torch.OutOfMemoryError:
             raise
@@ -180,8 +159,9 @@ def _does_alike(models: Models, variant: Variant, cause: str, calibration: Calib
         if not others or not others & measured:  # else it may be filling that nothing sees
             return not others
     high, served = (_made(models, each, cause, calibration, steps) for each in (REFERENCE, variant))
-    shapes = [[each.shape for each in tensors] for tensors in (high, served)]
-    return shapes[0] == shapes[1] and all(relative_error([a], [b]) < _SAME for a, b in zip(high, served, strict=True))
+    pairs = [(a.double(), b.double()) for a, b in zip(high, served, strict=True)]
+    most = _MERGED if cause == "text" and models.deployed.merged else _SAME
+    return all(a.shape == b.shape and (b - a).norm() <= most * a.norm() for a, b in pairs)
 
 
 def _read_otherwise(models: Models, variant: Variant, calibration: Calibration) -> set[str]:
@@ -239,7 +219,7 @@ def words(models: Models, variant: Variant, cause: str, captions: Sequence[str] 
 def _tokens(models: Models, variant: Variant, captions: Sequence[str]) -> Iterator[str]:
     """Yield how many captions get other tokens, and the first of them, of each tokenizer of ``variant``."""
     encoders = [models.text_encoder(each) for each in (REFERENCE, variant)]
-    ids = {caption: [each.ids(caption) for each in encoders] for caption in (*captions, *_PROBES)}
+    ids = {caption: [each.ids(caption) for each in encoders] for caption in captions}
     for part, name in zip(models.family.layout.tokenizers, encoders[1].tokenizers, strict=True):
         others = [caption for caption, (a, b) in ids.items() if a[name] != b[name]]
         if not others:
@@ -250,7 +230,7 @@ def _tokens(models: Models, variant: Variant, captions: Sequence[str]) -> Iterat
             "none" if token is None else f"{token} ({encoder.tokenizers[name].convert_ids_to_tokens(token)})"
             for encoder, token in zip(encoders, tokens, strict=True)
         )
-        number = f"{len({*others} & {*captions})} of {counted(len(captions), 'caption')}"
+        number = f"{len(others)} of {counted(len(captions), 'caption')}"
         where = f"of {others[0][:40]!r} token {place}"
         yield f"{part.folder}: other tokens for {number}; {where} is {found}, not {own}"
 
@@ -262,7 +242,7 @@ def fields(models: Models, variant: Variant, cause: str) -> list[str]:
         configs = (family.files.transformer_config for family in (own, folder))
         return _of_class("transformer", own.transformer_class, *configs)
     if folder is not None and value == "deployed":
-        return _changed("scheduler", *(_settings(family.scheduler().config) for family in (own, folder)))
+        return _changed("scheduler", *map(_scheduler, (own, folder)))
     if folder is not None and value == "ignored" and own.guidance_input and not folder.guidance_input:
         return ["transformer config guidance_embeds False instead of True"]
     if cause == "tokenizer":
@@ -277,6 +257,13 @@ def fields(models: Models, variant: Variant, cause: str) -> list[str]:
         return _of_class("VAE", own.image_encoder.autoencoder, *described)
     triples = zip(own.layout.text_encoders, own.files.text_encoders, served.files.text_encoders, strict=True)
     return [each for part, a, b in triples for each in _changed(f"{part.folder} config", _config(a), _config(b))]
+
+
+def _scheduler(family: Family) -> dict[str, Any]:
+    """Return a scheduler's class and settings; the settings as Euler's method, the usual class, reads them."""
+    found = read_config(family.files.scheduler, "scheduler_config.json") if family.files.scheduler else {}
+    usual = family.scheduler()
+    return {"class": found.get("_class_name", type(usual).__name__), **_settings(usual.config)}
 
 
 def _of_class(title: str, kind: Any, high: Mapping[str, Any], served: Mapping[str, Any]) -> list[str]:

@@ -8,9 +8,11 @@ number between them follows in a few runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from library.config.model_types import BLANKS
@@ -22,7 +24,10 @@ Habit = Mapping[str, Any]
 LEVELS: dict[str, float] = {"black": -1.0, "grey": 0.0, "white": 1.0}
 _NAMES = {level: name for name, level in LEVELS.items()}
 _RUN: dict[str, Any] = {"noise": torch.float32, "seed": 0, "steps": 0}  # what no variant has
-_GUIDANCES, _SHIFTS = (1.0, 3.5, 30.0), (1.0, 1.15, 3.0)
+_GUIDANCES = (1.0, 3.5, 10.0, 30.0)
+# static shifts: none, ComfyUI's default of ModelSamplingAuraFlow, and its FLUX without ModelSamplingFlux: 1.15 there is
+# mu, whose static shift is e^1.15 (comfy/model_sampling.py, flux_time_shift)
+_SHIFTS = (1.0, 1.73, round(math.exp(1.15), 2))
 _REFINED = {  # habit with a number: its unit in the last place, least, most
     "mask_grow": (1, -64, 64),
     "mask_blur": (0.5, 0.0, 32.0),
@@ -41,7 +46,6 @@ _WORDS = {
     "mask_blur": "mask blurred by {:g} px",
     "strength": "LoRA at {:g} times its strength",
     "guidance": "guidance {:g}",
-    "shift": "static shift {:g}",
     "latents_dtype": "given latents in {}",
     "noise": "noise drawn in {}",
     "seed": "seed {:+d}",
@@ -69,9 +73,9 @@ def habits_of(models: Models, declared: Variant, eval_set: EvalSet) -> list[list
 
     ``declared``: the deployment as it was described, the first of them.
     """
-    precision, settings = described(declared)
-    common: list[Habit] = [precision] if precision else []
-    common += [{name: value} for name, value in settings.items()]
+    files = files_of(declared)
+    common: list[Habit] = [files] if files else []
+    common += [{name: LEVELS.get(value, value)} for name, value in declared.changes().items() if name not in files]
     if any(eval_set.drawn(number) is not None for number in range(len(eval_set.batches))):
         common += [{"blank": level} for level in LEVELS.values() if level != trained_level(eval_set)]
         common += [{"mask_grow": pixels} for pixels in (4, 8, 16, -4)]
@@ -89,8 +93,8 @@ def habits_of(models: Models, declared: Variant, eval_set: EvalSet) -> list[list
         rare += [{"normalised": 0}, {"normalised": 2}]
     if len(models.loras) > 1:
         rare += [{"lora_without": ("^text_encoder",)}]
-    if len(precision) > 1:
-        rare += [{name: value} for name, value in precision.items() if name not in ("merge", "activations")]
+    if len(files) > 1:
+        rare += [{name: value} for name, value in files.items() if name not in ("merge", "activations")]
     small: list[Habit] = [{"timestep": torch.bfloat16}, {"text": Served(dtype="fp8")}]
     small += [{"vae": Served(dtype=dtype)} for dtype in ("fp8", "bf16")]
     if models.family.conditioning != "none":
@@ -98,12 +102,9 @@ def habits_of(models: Models, declared: Variant, eval_set: EvalSet) -> list[list
     return [common, rare, small]
 
 
-def described(declared: Variant) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what ``declared`` changes in files and precision, and its settings, blanks as levels."""
-    changes = declared.changes()
-    changes |= {"blank": LEVELS.get(changes["blank"], changes["blank"])} if "blank" in changes else {}
-    settings = {name: value for name, value in changes.items() if name in _SETTINGS}
-    return {name: value for name, value in changes.items() if name not in _SETTINGS}, settings
+def files_of(declared: Variant) -> dict[str, Any]:
+    """Return what ``declared`` changes in files and precision, without its settings."""
+    return {name: value for name, value in declared.changes().items() if name not in _SETTINGS}
 
 
 def trained_level(eval_set: EvalSet) -> float | None:
@@ -124,6 +125,8 @@ def words_of(habit: Habit) -> str:
     ((name, value),) = habit.items()
     if name == "blank":
         return f"region blanked with {colour(value)}"
+    if name == "shift":
+        return f"static shift {value:g} ({math.log(value):.2f} in ComfyUI's ModelSamplingFlux)"
     if name == "mask_grow":
         return f"mask {'grown' if value > 0 else 'shrunk'} by {abs(value)} px"
     if (name, value) in _OTHER_WORDS:
@@ -148,11 +151,11 @@ def next_value(name: str, tried: Mapping[float, float]) -> float | None:
     unit, least, most = _REFINED[name]
     values = sorted(tried)
     place = min(range(len(values)), key=lambda each: tried[values[each]])
-    best, proposals = values[place], []
+    best, proposals = values[place], list[float]()
     if 0 < place < len(values) - 1:
-        proposals.append(
-            _vertex(values[place - 1 : place + 2], [tried[each] for each in values[place - 1 : place + 2]])
-        )
+        around = values[place - 1 : place + 2]
+        curve, slope, _ = np.polyfit(around, [tried[each] for each in around], 2)
+        proposals += [float(-slope / (2 * curve))] if curve > 0 else []
     elif len(values) > 1:
         proposals.append(2 * best - values[1 if place == 0 else place - 1])
     for proposal in (*proposals, best - unit, best + unit):
@@ -166,11 +169,3 @@ def next_value(name: str, tried: Mapping[float, float]) -> float | None:
 def can_be_refined(habit: Habit) -> bool:
     """Return whether ``habit`` has a number that can be found."""
     return len(habit) == 1 and all(name in _REFINED and isinstance(value, int | float) for name, value in habit.items())
-
-
-def _vertex(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return where the parabola through three points with the least in the middle is least."""
-    left, right = (x[1] - x[0]) * (y[1] - y[2]), (x[1] - x[2]) * (y[1] - y[0])
-    if left == right:
-        return x[1]
-    return x[1] - ((x[1] - x[0]) * left - (x[1] - x[2]) * right) / (2 * (left - right))

@@ -7,8 +7,8 @@ nearest together with it, up to three at once. The search ends when one explains
 What counts is decided in blocks of ``BLOCK`` pixels, a token's, of all pictures, as one picture has many of them: a
 description is nearer than another one if the difference of their squared distances is above its noise over the blocks
 (a z test, at 5 % over all that was tried), and if it is a real part of the whole. The best of many wrong guesses is
-nearer, too: one that blurs, or paints less, comes nearer to anything. What those reach is measured
-(``docs/precision.md``): a description that explains less than ``MOST`` explains nothing.
+nearer, too: one that blurs, or paints less, comes nearer to anything, and two fitted numbers have explained 93 %. So a
+description that explains less than ``SURELY`` counts for nothing, or less than ``MOST`` where bf16 makes the rest.
 
 The noise is what ComfyUI (``comfy/sample.py``, ``prepare_noise``) and diffusers (``randn_tensor``) draw for a seed: on
 the CPU, fp32, [1, C, h, w] before it is packed; a pipeline in bf16 draws it in bf16, which is another noise, and one of
@@ -33,6 +33,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from PIL.JpegImagePlugin import get_sampling
 from torch import Tensor
 
 from library.console import Console
@@ -45,12 +46,12 @@ from library.fidelity.border import RING
 from library.fidelity.calibration import Calibration
 from library.fidelity.conditioning import give
 from library.fidelity.intervals import ratio_interval
-from library.fidelity.runs import EvalSet, Outcome, batched, conditions_of, run_variant
+from library.fidelity.runs import EvalSet, batched, conditions_of, run_variant
 from library.fidelity.server_habits import (
     IN_BF16,
     Habit,
     can_be_refined,
-    described,
+    files_of,
     habits_of,
     next_value,
     run_of,
@@ -66,10 +67,7 @@ _STEPS = 127.5  # 8-bit steps in 1 of [-1, 1]
 _ROUNDING = 1 / math.sqrt(12)
 _NEAR = 1.5  # times the floor: as near as can be told
 _UNSEEN, _UNSEEN_BLOCK = 1.0, 3.0  # 8-bit steps that nobody sees, rms of a picture and of a block
-MOST = 0.9  # of the difference: a description that explains less explains nothing
-SURELY = 0.97  # where more is left than bf16 makes: two wrong numbers, fitted, have explained 93 %
-_MORE = 3.0  # times as much must be left with another seed
-_ANOTHER_SEED = 1009
+MOST, SURELY = 0.9, 0.97  # shares of the difference that have to be explained
 _ALL = 0.99  # that ends the search
 _REAL = 0.01  # of the difference: less is not worth a name
 BLOCK = 16
@@ -95,38 +93,47 @@ class Description:
     """What a server may do, and how near its picture comes.
 
     Attributes:
-        words: for people. habits: all at once; none is the reference.
-        distances: of each picture, rms in 8-bit steps.
+        habits: all at once; none is the reference.
+        distance: from all pictures, rms in 8-bit steps. floor: what saving them makes of it.
         left: squared distance in each block of all pictures beyond the floor's, [blocks].
         explained: share of the squared difference between server and reference that is gone with it; low, high: its
             95 % interval over blocks.
         images: that were painted, [3, H, W] each.
     """
 
-    words: str
     habits: tuple[Habit, ...] = ()
-    distances: tuple[float, ...] = ()
-    left: Tensor = field(default_factory=lambda: torch.zeros(0))
+    distance: float = 0.0
+    floor: float = _ROUNDING
+    left: Tensor = field(default_factory=lambda: torch.zeros(1))
     explained: float = 0.0
     low: float = math.nan
     high: float = math.nan
     images: tuple[Tensor, ...] = ()
 
     @property
-    def distance(self) -> float:
-        """Rms over all pictures, in 8-bit steps."""
-        return _rms(self.distances)
-
-    @property
-    def is_unseen(self) -> bool:
-        """Whether nobody sees that the pictures are others, in no block of them."""
-        worst = math.sqrt(max(0.0, float(self.left.max()))) if len(self.left) else 0.0
-        return self.distance <= _UNSEEN and worst <= _UNSEEN_BLOCK
+    def words(self) -> str:
+        """The habits for people."""
+        return " and ".join(map(words_of, self.habits)) or "the reference"
 
     @property
     def changes(self) -> dict[str, Any]:
         """What all habits change."""
         return {name: value for habit in self.habits for name, value in habit.items()}
+
+    @property
+    def is_near(self) -> bool:
+        """Whether saving the pictures makes as much of a difference."""
+        return self.distance <= _NEAR * self.floor
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether nobody sees that the pictures are others, in no block of them."""
+        return self.distance <= _UNSEEN and float(self.left.max()) <= _UNSEEN_BLOCK**2
+
+    @property
+    def explains_all(self) -> bool:
+        """Whether there is nothing more to look for."""
+        return self.is_near or self.explained >= _ALL
 
 
 @dataclass(frozen=True)
@@ -137,12 +144,10 @@ class ServerResult:
         names: of the files. steps: of the sampling runs.
         painted: the server's pictures, [3, H, W] each in [-1, 1]. reference: the description that changes nothing.
         descriptions: the others, the nearest first; one that adds nothing to another comes after it.
-        floor: what saving the picture makes, rms in 8-bit steps.
         rivals: that cannot be told from the nearest.
         parts: of each habit of the nearest, the share of the squared difference that it takes off.
         declared: what the deployment was said to do. trained: what the region is blanked with in training, in [-1, 1].
         rounding: how far something in bf16 puts the reference's pictures off, as another card or program may.
-        by_chance: share that the nearest explains with another seed.
         along, elsewhere: rms distance from the reference within 8 pixels of the mask's border, and beyond, in 8-bit
             steps; NaN without one.
     """
@@ -152,13 +157,11 @@ class ServerResult:
     painted: tuple[Tensor, ...]
     reference: Description
     descriptions: tuple[Description, ...]
-    floor: float
     rivals: tuple[Description, ...] = ()
     parts: tuple[float, ...] = ()
     declared: Variant = REFERENCE
     trained: float | None = None
     rounding: float = 0.0
-    by_chance: float = 0.0
     along: float = math.nan
     elsewhere: float = math.nan
 
@@ -170,20 +173,14 @@ class ServerResult:
     @property
     def state(self) -> State:
         """What can be said."""
-        if self.reference.is_unseen or self.is_near(self.reference):
+        best, far = self.nearest, self.reference
+        if far.is_unseen or far.is_near:
             return "same"
-        if not self.is_named:
-            return "same" if self.reference.distance <= self.rounding else "unexplained"
-        precision, _ = described(self.declared)
-        if all(name in precision and precision[name] == value for name, value in self.nearest.changes.items()):
+        if best.explained < (MOST if best.distance <= self.rounding else SURELY):  # no more than chance, or bf16, makes
+            return "same" if far.distance <= self.rounding else "unexplained"
+        if best.changes.items() <= files_of(self.declared).items():
             return "declared"
         return "tie" if self.rivals else "explained"
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the nearest explains most, all but what bf16 makes, and much more than it does with another seed."""
-        small = self.nearest.explained >= SURELY or self.nearest.distance <= self.rounding
-        return self.nearest.explained >= MOST and small and 1 - self.by_chance > _MORE * self.unexplained
 
     @property
     def unexplained(self) -> float:
@@ -193,28 +190,16 @@ class ServerResult:
     @property
     def looked_at(self) -> set[str]:
         """Names of what was tried; of all where one explains everything."""
-        everything = self.state == "same" or (self.state != "unexplained" and self.nearest.explained >= _ALL)
+        everything = self.state == "same" or (self.state != "unexplained" and self.nearest.explains_all)
         tried = {name for each in self.descriptions for name in each.changes}
         return tried | ({*vars(REFERENCE)} if everything else set())
 
-    def is_near(self, description: Description) -> bool:
-        """Return whether saving the picture makes as much of a difference."""
-        return description.distance <= _NEAR * self.floor
-
-    def lines(self, most: int = 10) -> list[str]:
-        """Return the nearest descriptions, one a line."""
-        rows = [(each.distance, each.explained, each.words) for each in (*self.descriptions[:most], self.reference)]
-        return [f"  {distance:7.2f}  {share:6.1%}  {words}" for distance, share, words in rows]
-
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
-        rows = [
-            {"words": each.words, "distance": each.distance, "explained": each.explained, "by_picture": each.distances}
-            for each in (self.reference, *self.descriptions)
-        ]
-        names = ("state", "steps", "floor", "along", "elsewhere", "unexplained")
-        found = {name: getattr(self, name) for name in names} | {"pictures": self.names, "descriptions": rows}
-        return found | {"rivals": [each.words for each in self.rivals]}
+        shown, names = ("words", "distance", "explained"), ("state", "steps", "along", "elsewhere", "unexplained")
+        rows = [{name: getattr(each, name) for name in shown} for each in (self.reference, *self.descriptions)]
+        found = {"pictures": self.names, "floor": self.reference.floor, "descriptions": rows}
+        return found | {name: getattr(self, name) for name in names} | {"rivals": [each.words for each in self.rivals]}
 
 
 def explain_server(
@@ -239,15 +224,17 @@ def explain_server(
     """
     painted = [to_pixels(decode(read_bytes(str(each.path)), str(each.path))[0]) for each in pictures]
     eval_set = _eval_set(models, calibration, pictures, painted, steps)
-    runs = f"{counted(len(pictures), 'server picture')}: at most {_MOST_RUNS} sampling runs each"
-    console.print(f"{runs}, fewer when one explains all; the reference's own run says how long")
     began = time.perf_counter()
     with ExitStack() as stack, counting(console) as progress:
-        search = _Search(models, eval_set, pictures, painted, stack, lambda _: None)
-        seconds = time.perf_counter() - began
-        console.print(f"{runs} of {seconds / len(pictures):.1f} s: {seconds * _MOST_RUNS / 60:.1f} minutes at most")
+        search = _Search(models, eval_set, pictures, painted, stack)
+        minutes = (time.perf_counter() - began) * _MOST_RUNS / 60
+        runs = f"{counted(len(pictures), 'server picture')}: at most {_MOST_RUNS} sampling runs"
+        console.print(f"{runs} each, {minutes:.1f} minutes; fewer when one description explains all")
         search.advance = progress("what the server does", _MOST_RUNS)
-        found = search.ordered(search.nearest(habits_of(models, declared, eval_set)))
+        best = search.nearest(habits_of(models, declared, eval_set))
+        tried = [each for each in search.done.values() if each.habits]
+        found = sorted(tried, key=lambda each: (bool(best.habits) and each is not best, _left(each)))
+        rivals, parts = (search.rivals(found[0]), search.parts(found[0])) if found else ((), ())
     masks = [eval_set.border_mask(number) for number in range(len(pictures))]
     along, elsewhere = _along(painted, search.reference.images, masks)
     return ServerResult(
@@ -255,25 +242,23 @@ def explain_server(
         steps=steps,
         painted=tuple(painted),
         reference=search.reference,
-        descriptions=found,
-        floor=_rms(search.floors),
-        rivals=search.rivals(found[0]) if found else (),
-        parts=search.parts(found[0]) if found else (),
+        descriptions=tuple(found),
+        rivals=rivals,
+        parts=parts,
         declared=declared,
         trained=trained_level(eval_set),
         rounding=search.rounding(),
-        by_chance=search.with_another_seed(found[0]) if found else 0.0,
         along=along,
         elsewhere=elsewhere,
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Search:
     """Paints as a server may, each description once, and keeps what it painted.
 
     Attributes:
-        done: changes -> description. network: the transformer that is loaded, and what it runs as.
+        stack: keeps the network that is loaded. done: changes -> description.
     """
 
     models: Models
@@ -281,28 +266,26 @@ class _Search:
     pictures: Sequence[ServerPicture]
     painted: Sequence[Tensor]
     stack: ExitStack
-    advance: Callable[[int], None]
-    done: dict[tuple[str, ...], Description] = field(default_factory=dict)
-    floors: list[float] = field(default_factory=list)
+    advance: Callable[[int], None] = lambda _: None
+    done: dict[frozenset[tuple[str, Any]], Description] = field(default_factory=dict)
     _network: tuple[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         """Paint the reference."""
-        images = self._run({}).images
+        images = self._run({})
         self.floors = [_floor(each.path, image) for each, image in zip(self.pictures, images, strict=True)]
-        self.reference = Description("the reference")
-        self.reference = self.done[()] = self._judged(self.reference, images)
+        self.reference = self.done[frozenset()] = self._judged(Description(), images)
 
     def nearest(self, tiers: Sequence[Sequence[Habit]]) -> Description:
         """Return what comes nearest of one tier after another, until one explains all."""
         best = self.reference
-        if self._near(best) or best.is_unseen:
+        if best.is_near or best.is_unseen:
             return best
         pool: list[Habit] = []
         for tier in tiers:
             pool += tier
             best = self._greedy(pool)
-            if self._settled(best):
+            if best.explains_all:
                 break
         return best
 
@@ -311,135 +294,95 @@ class _Search:
         best = coarse = self.reference
         for _ in range(_HABITS):
             free = [habit for habit in pool if not habit.keys() & coarse.changes.keys() and self._moves(habit, coarse)]
-            found = [each for habit in self._by_network(free) if (each := self.paint((*coarse.habits, habit)))]
-            found.sort(key=lambda each: self._promise(each, coarse), reverse=True)
-            kinds = {tuple(each.changes): each for each in found}  # the best of each kind, which is the last
-            chosen = sorted(kinds.values(), key=lambda each: self._promise(each, coarse))
-            chosen = chosen[: 1 if any(map(self._near, found)) else _KINDS]
+            free.sort(key=lambda habit: str(self.models.runs_as(run_of(habit)[0])))  # a network is loaded once
+            found = [each for habit in free if (each := self.paint((*coarse.habits, habit)))]
+            kinds: dict[tuple[str, ...], Description] = {}
+            for each in sorted(found, key=_left):
+                kinds.setdefault(tuple(each.changes), each)
+            chosen = [*kinds.values()][: 1 if any(each.is_near for each in found) else _KINDS]
             pairs = [(self._refined(each), each) for each in chosen]
             nearer, coarser = min(pairs, key=lambda pair: _left(pair[0]), default=(best, coarse))
             if not self._is_nearer(nearer, best):
                 break
             best, coarse = nearer, coarser  # a number that was fitted to one habit alone hides the other
-            if self._settled(best):
+            if best.explains_all:
                 break
-        while len(best.habits) > 1:
-            without = [self.paint(tuple(one for one in best.habits if one is not each)) for each in best.habits]
-            fewer = next((each for each in without if each and not self._is_nearer(best, each)), None)
-            if fewer is None:
-                break
+        while fewer := next((each for each in self._without_one(best) if not self._is_nearer(best, each)), None):
             best = fewer
         return best
 
     def _refined(self, found: Description) -> Description:
-        """Return ``found`` with the number of each habit that has one nearest to the pictures'."""
-        places = [place for place, habit in enumerate(found.habits) if can_be_refined(habit)][::-1]  # the new one first
-        for place in [*places, *places] if len(places) > 1 else places:
-            ((name, _),) = found.habits[place].items()
-            before, after = found.habits[:place], found.habits[place + 1 :]
+        """Return ``found`` with the number of each habit that has one nearest to the pictures', the newest first."""
+        names = [name for habit in found.habits[::-1] if can_be_refined(habit) for name in habit]
+        for name in names * min(2, len(names)):
+            habits = found.habits
             for _ in range(_NUMBERS):
-                tried = {
-                    each.changes.get(name, self._neutral(name)): each
-                    for each in self.done.values()
-                    if {n: v for n, v in each.changes.items() if n != name} == _merged((*before, *after))
-                }
-                numbers = {v: _left(each) for v, each in tried.items() if isinstance(v, int | float)}
-                nearest = min(numbers, key=lambda v: numbers[v])
-                value = None if self._near(tried[nearest]) else next_value(name, numbers)
-                if value is None or not self.paint((*before, {name: value}, *after)):
+                tried = self._tried(name, found)
+                found = min(tried.values(), key=_left)
+                value = None if found.is_near else next_value(name, {v: _left(each) for v, each in tried.items()})
+                if value is None or not self.paint(tuple({name: value} if name in each else each for each in habits)):
                     break
-            if name not in tried[nearest].changes:  # the reference's own number
-                return tried[nearest]
-            found = replace(tried[nearest], habits=(*before, {name: nearest}, *after))
+            found = min(self._tried(name, found).values(), key=_left)
+            if name not in found.changes:  # the reference's own number
+                break
         return found
 
-    def _promise(self, one: Description, base: Description) -> float:
-        """Return the squared distance that ``one`` leaves, of a number the least that another one could leave.
-
-        That is what the projection of the difference upon the change leaves: in the first order its pictures go along
-        a line.
-        """
-        if not can_be_refined(one.habits[-1]):
-            return _left(one)
-        moved = float(self._squares(one.images, base.images).sum())
-        along = (_left(base) + moved - _left(one)) / 2
-        return _left(base) - (along**2 / moved if along > 0 and moved > 0 else 0.0)
-
-    def _neutral(self, name: str) -> float | None:
-        """Return which number of a habit is the reference's."""
-        return {
-            "mask_grow": 0,
-            "mask_blur": 0.0,
-            "strength": 1.0,
-            "guidance": self.eval_set.guidance,
-            "blank": trained_level(self.eval_set),
-        }.get(name)
+    def _tried(self, name: str, like: Description) -> dict[float, Description]:
+        """Return number of the habit ``name`` -> what was painted with it, and with all else as in ``like``."""
+        own = {"guidance": self.eval_set.guidance, "blank": trained_level(self.eval_set)}
+        numbers, others = {}, like.changes | {name: None}
+        for each in self.done.values():
+            value = each.changes.get(name, own.get(name, getattr(REFERENCE, name)))
+            if isinstance(value, int | float) and each.changes | {name: None} == others:
+                numbers[value] = each
+        return numbers
 
     def paint(self, habits: tuple[Habit, ...]) -> Description | None:
         """Return the description of all ``habits``; None where the runs are used up."""
-        changes = _merged(habits)
-        key = _key(changes)
+        description = Description(habits)
+        key = frozenset(description.changes.items())
         if key not in self.done:
             if len(self.done) > _MOST_RUNS:
                 return None
-            words = " and ".join(words_of(habit) for habit in habits)
-            self.done[key] = self._judged(Description(words, habits), self._run(changes).images)
+            self.done[key] = self._judged(description, self._run(description.changes))
             self.advance(1)
         return self.done[key]
 
-    def _run(self, changes: Habit) -> Outcome:
+    def _run(self, changes: Habit) -> Sequence[Tensor]:
+        """Return the images of a sampling run with ``changes``."""
         variant, run = run_of(changes)
-        pairs = zip(self.eval_set.batches, self.pictures, strict=True)
-        noise = [_noise(batch.latents, each.seed + run["seed"], run["noise"]) for batch, each in pairs]
+        noise = []
+        for batch, picture in zip(self.eval_set.batches, self.pictures, strict=True):
+            random = torch.Generator().manual_seed(picture.seed + run["seed"])
+            noise.append(torch.randn(batch.latents.shape, generator=random, dtype=run["noise"]).to(batch.latents))
         given = replace(self.eval_set, noise=noise, steps=self.eval_set.steps + run["steps"])
         runs_as = self.models.runs_as(variant)
         if self._network is None or self._network[0] != runs_as:
             self.stack.close()
             self._network = (runs_as, self.stack.enter_context(self.models.transformer(variant)))
-        return run_variant(self.models, variant, given, Console(quiet=True), "", self._network[1])
-
-    def _by_network(self, habits: Sequence[Habit]) -> list[Habit]:
-        """Return ``habits`` with those that run on one network side by side."""
-        kinds = [self.models.runs_as(run_of(habit)[0]) for habit in habits]
-        return [habits[place] for place in sorted(range(len(habits)), key=lambda place: kinds.index(kinds[place]))]
+        return run_variant(self.models, variant, given, Console(quiet=True), "", self._network[1]).images
 
     def _judged(self, description: Description, images: Sequence[Tensor]) -> Description:
-        pairs = zip(images, self.painted, strict=True)
-        distances = tuple(_STEPS * float((a.clamp(-1, 1) - b).double().square().mean().sqrt()) for a, b in pairs)
-        left = self._squares(images, self.painted) - self._blocks([floor**2 for floor in self.floors])
-        found = replace(description, distances=distances, images=tuple(images), left=left)
-        whole = self.done[()].left if self.done else found.left
-        if float(whole.sum()) <= 0:
+        """Return ``description``, which painted ``images``, with how near they come."""
+        squares = [_in_blocks(_squares(*pair)) for pair in zip(images, self.painted, strict=True)]
+        left = torch.cat([each - floor**2 for each, floor in zip(squares, self.floors, strict=True)])
+        distance, floor = math.sqrt(torch.cat(squares).mean()), math.sqrt(torch.tensor(self.floors).square().mean())
+        found = replace(description, distance=distance, floor=floor, left=left, images=tuple(images))
+        if not description.habits:
             return found
-        low, high = ratio_interval((whole - found.left).tolist(), whole.tolist())
-        explained = 1 - _left(found) / float(whole.sum())
-        return replace(found, explained=explained, low=low, high=min(1.0, high))
+        whole = self.reference.left
+        low, high = ratio_interval((whole - left).tolist(), whole.tolist())
+        return replace(found, explained=1 - _left(found) / float(whole.sum()), low=low, high=min(1.0, high))
 
-    def _squares(self, images: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-        """Return the mean squared difference of each block of all pictures, [blocks], in 8-bit steps."""
-        squares = [
-            (_STEPS * (one.clamp(-1, 1) - other.clamp(-1, 1))).double().square().mean(0)
-            for one, other in zip(images, others, strict=True)
-        ]
-        return torch.cat([F.avg_pool2d(each[None], BLOCK).flatten() for each in squares])
-
-    def _blocks(self, values: Sequence[float]) -> Tensor:
-        """Return each picture's value for each of its blocks."""
-        sizes = [each.shape[-1] // BLOCK * (each.shape[-2] // BLOCK) for each in self.painted]
-        return torch.tensor(values, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
-
-    def _near(self, description: Description) -> bool:
-        return description.distance <= _NEAR * _rms(self.floors)
-
-    def _settled(self, description: Description) -> bool:
-        return self._near(description) or description.explained >= _ALL
+    def _moved(self, description: Description) -> Tensor:
+        """Return by how much the habits change the reference's pictures, squared, [blocks]."""
+        pairs = zip(description.images, self.reference.images, strict=True)
+        return torch.cat([_in_blocks(_squares(*pair)) for pair in pairs])
 
     def _moves(self, habit: Habit, best: Description) -> bool:
         """Return whether ``habit`` alone changes the reference's pictures by enough for what ``best`` leaves."""
-        alone = self.done.get(_key(habit))
-        if alone is None:
-            return True
-        return float(self._squares(alone.images, self.reference.images).sum()) >= 0.02 * _left(best)
+        alone = self.done.get(frozenset(habit.items()))
+        return alone is None or float(self._moved(alone).sum()) >= 0.02 * _left(best)
 
     def _is_nearer(self, one: Description, other: Description) -> bool:
         """Return whether ``one`` is nearer than ``other`` by more than chance, and by enough to matter."""
@@ -449,45 +392,42 @@ class _Search:
         told = float(more.mean()) > sure * doubt or other.distance > _NEAR * one.distance
         return told and float(more.sum()) > _REAL * _left(self.reference)
 
+    def _without_one(self, best: Description) -> list[Description]:
+        """Return ``best`` without each of its habits, where it has several; fewer where the runs are used up."""
+        several = best.habits if len(best.habits) > 1 else ()
+        fewer = [self.paint(tuple(one for one in best.habits if one is not each)) for each in several]
+        return [each for each in fewer if each]
+
     def rivals(self, best: Description) -> tuple[Description, ...]:
         """Return what explains most as well and cannot be told from ``best``, of other habits."""
-        names = {*best.changes}
-        others = [each for each in self.done.values() if each.explained >= MOST and {*each.changes} != names]
-        others = [each for each in others if not {*each.changes} > names and each.distance <= _NEAR * best.distance]
-        found = [each for each in others if not self._is_nearer(best, each)]
-        return tuple(sorted(found, key=_left))
+        others = [
+            each for each in self.done.values() if each.explained >= MOST and not {*each.changes} >= {*best.changes}
+        ]
+        others = [each for each in others if each.distance <= _NEAR * best.distance and not self._is_nearer(best, each)]
+        return tuple(sorted(others, key=_left))
 
     def parts(self, best: Description) -> tuple[float, ...]:
         """Return the share that each habit of ``best`` takes off: what is lost without it, in proportion."""
-        if len(best.habits) < 2:
-            return (best.explained,) * len(best.habits)
-        without = [self.paint(tuple(one for one in best.habits if one is not each)) for each in best.habits]
-        lost = [max(0.0, _left(each) - _left(best)) if each else 0.0 for each in without]
+        without = self._without_one(best)
+        if len(without) < len(best.habits):
+            return (best.explained / len(best.habits),) * len(best.habits)
+        lost = [max(0.0, _left(each) - _left(best)) for each in without]
         return tuple(best.explained * each / (sum(lost) or 1.0) for each in lost)
 
     def rounding(self) -> float:
         """Return how far off one thing in bf16 puts the reference's pictures at most, in 8-bit steps."""
-        done = [each for key in IN_BF16 if (each := self.done.get(_key(key)))]
-        return max((math.sqrt(float(self._squares(d.images, self.reference.images).mean())) for d in done), default=0.0)
-
-    def ordered(self, best: Description) -> tuple[Description, ...]:
-        """Return all but the reference, ``best`` first, then the nearest; pictures of the first alone."""
-        others = sorted((each for each in self.done.values() if each.changes not in ({}, best.changes)), key=_left)
-        first, *rest = [*([best] if best.habits else []), *others] or [best]
-        return (first, *(replace(each, images=()) for each in rest)) if first.habits else ()
-
-    def with_another_seed(self, best: Description) -> float:
-        """Return the share that ``best`` explains with another seed: what comes near without the noise is chance."""
-        images = self._run(best.changes | {"seed": _ANOTHER_SEED}).images
-        return self._judged(best, images).explained
+        done = [each for habit in IN_BF16 if (each := self.done.get(frozenset(habit.items())))]
+        return max((math.sqrt(self._moved(each).mean()) for each in done), default=0.0)
 
 
-def _merged(habits: Sequence[Habit]) -> dict[str, Any]:
-    return {name: value for habit in habits for name, value in habit.items()}
+def _squares(one: Tensor, other: Tensor) -> Tensor:
+    """Return the squared difference of two pictures [3, H, W] at each pixel, [H, W], in 8-bit steps."""
+    return (_STEPS * (one.clamp(-1, 1) - other.clamp(-1, 1))).double().square().mean(0)
 
 
-def _key(changes: Habit) -> tuple[str, ...]:
-    return tuple(sorted(f"{name} {value}" for name, value in changes.items()))
+def _in_blocks(squares: Tensor) -> Tensor:
+    """Return the mean of ``squares`` [H, W] in each block, [blocks]."""
+    return F.avg_pool2d(squares[None], BLOCK).flatten()
 
 
 def _left(description: Description) -> float:
@@ -498,16 +438,13 @@ def _along(
     painted: Sequence[Tensor], reference: Sequence[Tensor], masks: Sequence[Tensor | None]
 ) -> tuple[float, float]:
     """Return the rms difference within 8 pixels of the masks' borders, and beyond, in 8-bit steps; NaN without one."""
-    near, far = [], []
-    for one, other, mask in zip(painted, reference, masks, strict=True):
-        if mask is not None:
-            at = border_distance(mask, RING) <= RING
-            squares = (_STEPS * (one - other.clamp(-1, 1))).double().square().mean(0)
-            near.append(squares[at])
-            far.append(squares[~at])
-    if not near:
+    triples = zip(painted, reference, masks, strict=True)
+    known = [(_squares(one, other), border_distance(mask, RING)) for one, other, mask in triples if mask is not None]
+    if not known:
         return math.nan, math.nan
-    return float(torch.cat(near).mean().sqrt()), float(torch.cat(far).mean().sqrt())
+    squares, distances = (torch.cat([each.flatten() for each in both]) for both in zip(*known, strict=True))
+    near = distances <= RING
+    return math.sqrt(squares[near].mean()), math.sqrt(squares[~near].mean())
 
 
 def _eval_set(
@@ -557,22 +494,13 @@ def _source(calibration: Calibration, picture: ServerPicture) -> ItemSource:
     return dataset.source((0, sum(sample.repeats for sample in dataset.samples[:number])))
 
 
-def _noise(latents: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
-    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-    return noise.to(latents)
-
-
 def _floor(path: Path, image: Tensor) -> float:
     """Return what saving ``image`` [3, H, W] as the file ``path`` is saved changes, rms in 8-bit steps."""
     with Image.open(path) as opened:
-        tables = getattr(opened, "quantization", None) if opened.format == "JPEG" else None
-        if opened.format in ("PNG", "BMP", "TIFF") or not (tables or opened.format in ("JPEG", "WEBP")):
+        tables = getattr(opened, "quantization", None)
+        how: dict[str, Any] = {"qtables": tables, "subsampling": get_sampling(opened)} if tables else {"quality": 90}
+        if opened.format not in ("JPEG", "WEBP"):
             return _ROUNDING
     saved = io.BytesIO()
-    to_image(image).save(saved, "JPEG", **({"qtables": tables} if tables else {"quality": 90}))
-    lossy = to_pixels(Image.open(saved))
-    return max(_ROUNDING, _STEPS * float((lossy - image.clamp(-1, 1)).double().square().mean().sqrt()))
-
-
-def _rms(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value**2 for value in values) / len(values)) if values else 0.0
+    to_image(image).save(saved, "JPEG", **how)
+    return max(_ROUNDING, math.sqrt(_squares(to_pixels(Image.open(saved)), image).mean()))

@@ -8,7 +8,7 @@ from library.errors import counted
 from library.fidelity.border import RING
 from library.fidelity.findings import REMEDIES, Finding, as_sentence
 from library.fidelity.remedies import Remedy
-from library.fidelity.server_habits import colour, described, words_of
+from library.fidelity.server_habits import Habit, colour, files_of, words_of
 from library.fidelity.server_image import BLOCK, SURELY, ServerResult
 
 
@@ -24,14 +24,16 @@ def headline(server: ServerResult) -> str:
     off = f"The server's {picture} {verb} {server.reference.distance:.1f} of 255 steps from the reference"
     if server.state == "same":
         little = "too little to see" if server.reference.is_unseen else "no more than bf16 somewhere makes"
-        why = "no more than saving makes" if server.is_near(server.reference) else little
+        saving = f"no more than saving {'as JPEG ' * (server.reference.floor > 0.5)}makes"
+        why = saving if server.reference.is_near else little
         return f"{off}, {why}: the server paints what the reference paints."
     if server.state == "unexplained":
         return f"{off}; nothing that was tried explains it."
     if server.state == "tie":
         names = ", or ".join(each.words for each in (best, *server.rivals))
         return f"{off}; these explain it equally well: {names}."
-    return f"{off}: {best.words} explain{'s' * (len(best.habits) == 1)} {best.explained:.0%} of it."
+    words = " and ".join(_words(server, habit) for habit in best.habits)
+    return f"{off}: {words} explain{'s' * (len(best.habits) == 1)} {best.explained:.0%} of it."
 
 
 def sentences(server: ServerResult) -> list[str]:
@@ -45,12 +47,12 @@ def sentences(server: ServerResult) -> list[str]:
         return found
     among = f"Of {counted(len(server.descriptions), 'description')} the nearest, {best.words}, explains"
     if server.state == "unexplained":
-        chance = f"wrong ones come as near by chance, so that less than {SURELY:.0%} counts for nothing"
+        chance = f"wrong ones come nearer, too, so that less than {SURELY:.0%} counts for nothing"
         return [*found, f"{among} {max(0.0, best.explained):.0%}; {chance}"]
     other = next((each for each in server.descriptions[1:] if {*each.changes} != {*best.changes}), None)
     second = f"; the next, {other.words}, {max(0.0, other.explained):.0%}" if other else ""
     doubt = f" [{best.low:.1%} to {best.high:.1%}, over blocks of {BLOCK} pixels]"
-    left = "nothing that could be told apart" if server.is_near(best) else f"{server.unexplained:.1%}"
+    left = "nothing that could be told apart" if best.is_near else f"{server.unexplained:.1%}"
     return [*found, f"{among} {best.explained:.1%}{doubt}{second}; unexplained: {left}"]
 
 
@@ -61,7 +63,7 @@ def advice(server: ServerResult) -> str:
     if server.state == "declared":
         return "The server does what you described, and nothing else that could be told apart."
     if server.state == "explained":
-        return "Change in the server: " + " ".join(as_sentence(text) for _, text, _ in _changes(server))
+        return "Change in the server: " + " ".join(as_sentence(change) for _, _, change, _ in _named(server))
     if server.state == "tie":
         return "Change one of them in the server, paint again, and give that picture (--server_image)."
     return as_sentence(REMEDIES["server"])
@@ -74,7 +76,7 @@ def findings(server: ServerResult) -> tuple[Finding, ...]:
     said = " ".join([headline(server), *map(as_sentence, sentences(server))])
     if server.state != "explained":
         return (Finding("server", 1.0, (), said),)
-    return tuple(Finding(name, part, (), f"{words}. {said}") for name, words, part in _named(server))
+    return tuple(Finding(cause, part, (), f"{words}. {said}") for cause, words, _, part in _named(server))
 
 
 def remedies(server: ServerResult) -> list[Remedy]:
@@ -82,28 +84,26 @@ def remedies(server: ServerResult) -> list[Remedy]:
     if server.state != "explained":
         return []
     return [
-        Remedy(as_sentence(f"In the server: {text}; it takes off {part:.0%} of what its pictures are off"))
-        for _, text, part in _changes(server)
+        Remedy(as_sentence(f"In the server: {change}; it takes off {part:.0%} of what its pictures are off"))
+        for _, _, change, part in _named(server)
     ]
 
 
-def _named(server: ServerResult) -> list[tuple[str, str, float]]:
-    """Return cause, words and share of each habit but the files' own precision, the largest first."""
-    precision, habits = described(server.declared)[0], zip(server.nearest.habits, server.parts, strict=True)
-    found = [
-        (next(iter(habit)), words_of(habit), part) for habit, part in habits if not habit.items() <= precision.items()
-    ]
-    return sorted(found, key=lambda each: -each[2])
-
-
-def _changes(server: ServerResult) -> list[tuple[str, str, float]]:
-    """Return cause, what to do and share of each habit, the largest first."""
+def _named(server: ServerResult) -> list[tuple[str, str, str, float]]:
+    """Return cause, words, what to change and share of each habit but the files' own precision, the largest first."""
     found = []
-    for name, words, part in _named(server):
-        text = f"{words}; {REMEDIES[name]}"
-        if name == "blank":
-            level = server.nearest.changes[name]
+    for habit, part in zip(server.nearest.habits, server.parts, strict=True):
+        cause, words = next(iter(habit)), _words(server, habit)
+        change = f"{words}; {REMEDIES[cause]}"
+        if cause == "blank":
             usual = "the colour of training" if server.trained is None else f"{colour(server.trained)}, as in training"
-            text = f"{words}; blank it with {usual}, or train again with inpaint_blank {colour(level)!r}"
-        found.append((name, text, part))
-    return found
+            change = f"{words}; blank it with {usual}, or train again with inpaint_blank {colour(habit[cause])!r}"
+        if not habit.items() <= files_of(server.declared).items():
+            found.append((cause, words, change, part))
+    return sorted(found, key=lambda each: -each[3])
+
+
+def _words(server: ServerResult, habit: Habit) -> str:
+    """Return a habit in words; of a blank, what training had instead."""
+    trained = server.trained if "blank" in habit else None
+    return words_of(habit) + (f" instead of {colour(trained)}" if trained is not None else "")

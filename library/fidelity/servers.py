@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from torch import Tensor
 from library.config.model_types import Blank
 from library.fidelity import SERVERS
 from library.files import read_toml
-from library.models.layer_names import KeyPlace, LoraTargets
+from library.models.layer_names import LoraTargets
 from library.precision.names import LayoutKind
 from library.safetensors_io import read_entries
 from networks.files.layouts import find_place, split_key
@@ -110,11 +109,6 @@ def usual_server(layout: LayoutKind | None) -> Server:
     if layout in ("plain", "comfy_scaled", "comfy_quant"):
         return BY_NAME["comfyui"]
     return BY_NAME["gguf" if layout == "gguf" else "diffusers"]
-
-
-def comfyui_seed(place: KeyPlace | None, name: str) -> int:
-    """Return what ComfyUI seeds the rounding of a layer with: the CRC-32 of its name there (``string_to_seed``)."""
-    return crc32(f"diffusion_model.{place.original if place else name}".encode())
 
 
 def dora_error(

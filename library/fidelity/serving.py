@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from library.data.cache import TextJob
 from library.errors import UserError, counted
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.fidelity.deployed import DeployedWeights, LoadedWeights
-from library.fidelity.servers import SUMMED_IN, Merge, Server, comfyui_seed, usual_server
+from library.fidelity.servers import SUMMED_IN, Merge, Server, usual_server
 from library.models.blocks import AttentionProcessor
 from library.models.family import Family
 from library.models.family_by_name import model_family
@@ -166,6 +167,7 @@ class Models:
     trained: Mapping[str, str] = field(default_factory=dict, init=False)
     base_precision: str = field(default="", init=False)
     _quantised: Mapping[str, QuantizedWeight | None] = field(default_factory=dict, init=False)
+    _image_encoders: dict[Served, ImageEncoder] = field(default_factory=dict, init=False)
     _texts: dict[Any, list[dict[str, Tensor]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -195,18 +197,18 @@ class Models:
         Raises:
             UserError: a pattern is no regular expression, or drops nothing.
         """
-        kept: dict[str, dict[str, LoraWeights]] = {}
-        unused = set(variant.lora_without)
-        for component, layers in self.loras.items():
-            for name, weights in layers.items():
-                full = name if name.startswith(f"{component}.") else f"{component}.{name}"
-                found = {pattern for pattern in variant.lora_without if _search(pattern, full)}
-                unused -= found
-                if not found:
-                    kept.setdefault(component, {})[name] = weights
-        if unused:
-            raise UserError(f"--deploy_lora_without {sorted(unused)[0]}: found in no layer of the LoRA; correct it")
-        return kept
+        kept = {component: dict(layers) for component, layers in self.loras.items()}
+        names = {(part, name): f"{part}.{name.removeprefix(f'{part}.')}" for part in kept for name in kept[part]}
+        for pattern in variant.lora_without:
+            try:
+                dropped = [place for place, name in names.items() if re.search(pattern, name)]
+            except re.error as error:
+                raise UserError(f"--deploy_lora_without {pattern}: no regular expression ({error})") from None
+            if not dropped:
+                raise UserError(f"--deploy_lora_without {pattern}: found in no layer of the LoRA; correct it")
+            for component, name in dropped:
+                kept[component].pop(name, None)
+        return {component: layers for component, layers in kept.items() if layers}
 
     def served_transformer_lora(self, variant: Variant) -> dict[str, LoraWeights]:
         """Return the transformer's part of :meth:`served_lora`."""
@@ -244,18 +246,16 @@ class Models:
         A config that fits only its own weights goes with them.
         """
         usual, other = (self.deployed_family, self.family) if deployed else (self.family, self.deployed_family)
-        family = usual
-        if self.folder is not None:
-            wanted = (self.deployed_family if configs else self.family).files.transformer_config
-            if "guidance_embeds" in other.files.transformer_config:  # its layers may be there all the same
-                wanted = wanted | {"guidance_embeds": self.family.guidance_input}
-            family = copy.copy(usual)
-            family.files = replace(usual.files, transformer_config=wanted)
+        if self.folder is None:
+            return self._load(usual, deployed)
+        wanted = (self.deployed_family if configs else self.family).files.transformer_config
+        if "guidance_embeds" in other.files.transformer_config:  # its layers may be there all the same
+            wanted = wanted | {"guidance_embeds": self.family.guidance_input}
+        family = copy.copy(usual)
+        family.files = replace(usual.files, transformer_config=wanted)
         try:
             return self._load(family, deployed)
         except UserError:
-            if family is usual:
-                raise
             return self._load(usual, deployed)
 
     def _load(self, family: Family, deployed: bool) -> nn.Module:
@@ -295,29 +295,28 @@ class Models:
         """Merge the LoRA into ``model``'s weights, as :meth:`rounded_in` says.
 
         A deployed file takes it as servers do: added to the numbers that its values stand for, and rounded into the
-        same format, with a fresh scale where there is one, or into the 16 bits that they were. Parts of what is one
-        layer in ComfyUI have scales of their own, and one sequence of random numbers. Where a recipe makes the weights,
-        ``nearest`` adds it to the reference's, and rounds the sum once.
+        same format, with a fresh scale where there is one, or into the 16 bits that they were. Where a recipe
+        makes the weights, ``nearest`` adds it to the reference's, and rounds the sum once.
         """
         assert variant.merge is not None
         once = variant.merge == "nearest" and self.deployed.path is None
         high = self.family.load_transformer(self.dtype, self.device) if once else model
         dtype, rounded_in = SUMMED_IN[variant.merge], self.rounded_in(variant)
-        places = {name: self.targets.keys.find(name) for name in loras}
-        random: dict[int, torch.Generator] = {}
-        for name in sorted(loras, key=lambda name: (places[name].part or 0) if places[name] else 0):  # type: ignore[union-attr]
-            layer, base = model.get_submodule(name), numbers(high.get_submodule(name))
+        for name in loras:
+            layer: Any = model.get_submodule(name)
+            base = numbers(high.get_submodule(name))
             delta = variant.strength * loras[name].delta().to(base.device)
             weight = (base.to(dtype) + delta.to(dtype)).float()
             how = rounded_in.get(name, "unrounded")
             if not isinstance(layer, QuantizedLinear):
                 weight = weight.to(self.deployed.stored or weight.dtype)
             if not isinstance(layer, QuantizedLinear) or how == "unrounded":
-                _set_weight(model, name, weight.to(self.dtype))
+                plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+                plain.weight, plain.bias = nn.Parameter(weight.to(self.dtype), requires_grad=False), layer.bias
+                model.set_submodule(name, plain)
                 continue
-            seed = comfyui_seed(places[name], name)
-            random.setdefault(seed, torch.Generator(weight.device).manual_seed(seed))
-            layer.set_quantized(round_like(layer.quantized(), weight, how, random[seed]))
+            random = torch.Generator(weight.device).manual_seed(crc32(name.encode()))
+            layer.set_quantized(round_like(layer.quantized(), weight, how, random))
 
     def rounded_in(self, variant: Variant) -> dict[str, Merge]:
         """Return layer -> how the LoRA is rounded into it; layers whose sum is not rounded to a format are left out.
@@ -371,8 +370,13 @@ class Models:
     # Encoders.
 
     def image_encoder(self, variant: Variant) -> ImageEncoder:
-        """Return the VAE; in fp8 its matrices and filters are rounded to e4m3fn, in 16 bits all its products too."""
+        """Return the VAE, which is loaded once and not to be changed.
+
+        In fp8 its matrices and filters are rounded to e4m3fn, in 16 bits all its products too.
+        """
         served = variant.vae or Served()
+        if served in self._image_encoders:
+            return self._image_encoders[served]
         family = self.part_family(served)
         half = PRECISIONS.get(served.dtype or "")
         encoder = family.load_image_encoder(half or self.dtype, self.device)
@@ -383,6 +387,7 @@ class Models:
                 for parameter in encoder.vae.parameters():
                     if parameter.ndim > 1:
                         parameter.copy_(round_to_nearest(parameter, E4M3FN).to(parameter.dtype))
+        self._image_encoders[served] = encoder
         return encoder
 
     def texts(self, variant: Variant, jobs: Sequence[TextJob], changed: bool = False) -> list[dict[str, Tensor]] | None:
@@ -460,7 +465,7 @@ class Models:
         if "paste" in changes and self.family.conditioning == "none" and not has_masks:
             raise UserError("--paste: the dataset has no masks, so there is no known region; remove --paste")
         for each, flag in (("paste", "--paste"), ("shift", "--deploy_shift")):
-            if each in changes and not steps:
+            if changes.get(each, "deployed") != "deployed" and not steps:
                 raise UserError(f"{flag}: nothing is sampled; give --steps 4 or more")
         if variant.merge is not None and not self.transformer_lora:
             raise UserError("--deploy_lora: the LoRA has no layers of the transformer; use beside")
@@ -490,26 +495,15 @@ class Models:
 
     def describe_server(self, variant: Variant) -> str:
         """Return the server and how products are made, in words; what of it depends on the card."""
-        kinds: Counter[str] = Counter()
-        if variant.activations == "auto":
-            kinds.update(each.how for each in self.roundings(variant).values())
-        elif variant.activations is not None:
-            kinds[variant.activations] = 0
-        words = ", ".join(how + f" in {counted(count, 'layer')}" * bool(count) for how, count in kinds.items())
-        made = f"inputs rounded for products ({words})" if words else "products in high precision"
-        needs = {"Ada": {"unit", "static", "row", "tensor"}, "Blackwell": {"nvfp4", "mxfp8"}}
-        cards = [card for card, hows in needs.items() if kinds.keys() & hows]
-        card = (
-            f", as on Nvidia cards of the {cards[-1]} generation or newer (others: --activations none)" if cards else ""
+        hows: set[Any] = (
+            {each.how for each in self.roundings(variant).values()} if variant.activations == "auto" else set()
         )
-        return f"{self.server.words}; {made}{card}"
-
-
-def _search(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error as error:
-        raise UserError(f"--deploy_lora_without {pattern}: no regular expression ({error}); correct it") from None
+        hows |= {variant.activations} if variant.activations not in ("auto", None) else set()
+        made = f"inputs rounded for products ({', '.join(sorted(hows))})" if hows else "products in high precision"
+        needs = {"Blackwell": {"nvfp4", "mxfp8"}, "Ada": {"unit", "static", "row", "tensor"}}
+        card = next((card for card, needed in needs.items() if hows & needed), None)
+        on = f", as on Nvidia cards of the {card} generation or newer (others: --activations none)" if card else ""
+        return f"{self.server.words}; {made}{on}"
 
 
 def round_like(
@@ -527,14 +521,6 @@ def rounds(kind: QuantizedWeight | None) -> bool:
 def rounded(kind: QuantizedWeight | None, weight: Tensor) -> Tensor:
     """Return ``weight`` rounded to nearest in the format of ``kind``, fp32; as it is in high precision."""
     return weight if kind is None else kind.rounded(weight)
-
-
-def _set_weight(model: nn.Module, name: str, weight: Tensor) -> None:
-    """Let the linear layer ``name`` multiply with ``weight`` [out, in] in high precision."""
-    layer: Any = model.get_submodule(name)
-    made = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-    made.weight, made.bias = nn.Parameter(weight, requires_grad=False), layer.bias
-    model.set_submodule(name, made)
 
 
 def base_layer(model: nn.Module, name: str) -> nn.Module:

@@ -297,7 +297,7 @@ def _darker(pixels: Tensor, filled: Tensor) -> Tensor:
     return pixels * 0.7 - 0.3
 
 
-_UNEXPLAINED = ("nothing that was tried explains", "seed")
+_UNEXPLAINED = ("nothing that was tried explains",)
 _SERVERS = (  # name, server, what its evidence must hold, its remedy
     ("mask grown by 8", Server(grown=8), ("mask grown by 8",), "mask as it was drawn"),
     ("region blanked black", Server(encoded=_black), ("blanked with black",), "blank"),
@@ -305,7 +305,7 @@ _SERVERS = (  # name, server, what its evidence must hold, its remedy
     ("guidance 3.5", Server(guidance=3.5), (r"guidance 3\.5",), "guidance"),
     ("no LoRA", Server(lora=0.0), ("no LoRA",), "strength"),
     ("pixels pasted", Server(pasted=True), ("pixels pasted",), "blend"),
-    ("another seed", Server(seed=77), _UNEXPLAINED, "sampler"),
+    ("another seed", Server(seed=77), _UNEXPLAINED, "check seed, number of steps, sampler"),
 )
 _LATER_SERVERS = (
     ("black, mask grown by 4", Server(encoded=_black, grown=4), ("blanked with black", "mask grown by 4"), "blank"),
@@ -313,7 +313,7 @@ _LATER_SERVERS = (
     ("mask shrunk by 2", Server(grown=-2), ("mask shrunk by 2",), "mask as it was drawn"),
     ("mask grown by 13", Server(grown=13), ("mask grown by 13",), "mask as it was drawn"),
     ("guidance 12", Server(guidance=12.0), ("guidance 12",), "guidance"),
-    ("static shift 2", Server(shift=2.0), ("static shift 2",), "schedul"),
+    ("static shift 2", Server(shift=2.0), (r"static shift 2\b(?!\.)",), "schedul"),
     ("latents normalised twice", Server(normalised=2), ("normalised twice",), "once"),
     ("seed counted up", Server(seed=6), (r"seed \+1",), "server_seed"),
     ("another prompt", Server(prompt="a red car on the beach"), _UNEXPLAINED, "prompt"),
@@ -325,17 +325,18 @@ BY_SERVERS = (
             section="listed" if number < len(_SERVERS) else "later")
       for number, (name, server, words, remedy) in enumerate((*_SERVERS, *_LATER_SERVERS))),
     Fault("painted by diffusers, no fault", named("copy"), section="clean", server=Server()),
-    Fault("painted by diffusers, a JPEG of 90", named("copy"), section="clean", server=Server(quality=95)),
+    Fault("painted by diffusers, a JPEG of 95 saved as PNG", named("copy"), section="clean", server=Server(quality=95)),
 )  # fmt: skip
 
 _BLACK, _TOKENS = {"tandem.inpaint_blank": "black"}, {"tandem.t5xxl_max_token_length": "96"}
 
 
 def _trained(name: str, says: dict[str, str] | None, cause: str = "", where: tuple[str, ...] = (), remedy: str = "",
-             flags: tuple[str, ...] = (), dataset: str = "", clean: str = "cast") -> Fault:  # fmt: skip
+             flags: tuple[str, ...] = (), dataset: str = "", clean: str = "cast",
+             **more: Any) -> Fault:  # fmt: skip
     file = re.sub(r"\W", "_", name)
     words = ("--dataset_config", f"{{place}}/{file}.toml", *flags)
-    return Fault(name, trained(file, says, dataset, clean), cause, where, remedy, words, file)
+    return Fault(name, trained(file, says, dataset, clean), cause, where, remedy, words, file, **more)
 
 
 _REGION, _IN_TRAINING = "blank|region", 'inpaint_blank = "grey"'
@@ -352,6 +353,9 @@ BY_TRAINING = (  # what the LoRA or the dataset says of training; a server gives
     _trained("trained with 96 tokens", _TOKENS, "text", ("512", "96"), "text|token", clean="copy"),
     _trained("trained at guidance 5", {"ss_guidance_scale": "5"}, "guidance", ("30", "5"), "guidance",
              ("--guidance_scale", "5")),
+    _trained("trained on black, a picture of grey and a mask grown by 4", _BLACK, _REGION,
+             ("blanked with grey instead of black", "explain 100%"), _IN_TRAINING, clean="copy", server=Server(grown=4),
+             also=("the mask is grown", ("mask grown by 4 px",), "mask as it was drawn")),
 )  # fmt: skip
 FOR_TRAINING = (
     _trained("trained on black, served so", _BLACK, flags=("--blank", "black"), clean="copy"),

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from library.config.schema import ModelConfig
 from library.console import Console
 from library.errors import UserError
+from library.fidelity import deployed_parts
 from library.fidelity.calibration import Calibration, CalibrationOptions
 from library.fidelity.deployed import parse_deployment
 from library.fidelity.deployed_parts import captions_of, complete, settle, words
@@ -241,6 +242,33 @@ def test_noise_levels_of_another_scheduler_are_named(deployment: Deployment) -> 
     path.write_text(json.dumps(plain | {"time_shift_type": "cubic"}))
     with pytest.raises(UserError, match="time_shift_type"):
         deployment.settled()
+
+
+def test_another_sampler_is_seen_and_said_not_to_be_looked_at(place: Path) -> None:
+    deployment = prepared("flux", place)
+    path = deployment.copy() / "scheduler" / "scheduler_config.json"
+    plain = json.loads(path.read_text())
+    for values in ({"_class_name": "UniPCMultistepScheduler"}, {"stochastic_sampling": True}):
+        path.write_text(json.dumps(plain | values))
+        _, variant, same = deployment.settled()
+        assert variant == Variant(weights=True)
+        assert f"{next(iter(values.values()))} instead of" in same["shift"]
+        assert "another sampler, which is not looked at" in same["shift"]
+    path.write_text(json.dumps(plain | {"shift_terminal": 0.3}))
+    models, variant, same = deployment.settled(steps=0)
+    models.check(complete(models, Variant(weights=True)), 0, has_masks=False)  # not refused
+    assert variant == Variant(weights=True)
+    assert "shift_terminal 0.3 instead of None: not looked at, because nothing is sampled" in same["shift"]
+
+
+def test_what_is_zero_in_the_reference_can_differ(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = prepared("flux", place)
+    declared = Variant(vae=Served(dtype="bf16"))
+    for level, wanted in ((1.0, declared), (0.0, REFERENCE)):
+        made = {REFERENCE: [torch.zeros(3)], declared: [torch.full((3,), level)]}
+        monkeypatch.setattr(deployed_parts, "_made", lambda _models, variant, *_rest, made=made: made[variant])
+        variant, _ = settle(deployment.models(deployment.base), declared, deployment.calibration, STEPS)
+        assert variant == wanted
 
 
 def test_factors_of_another_vae_are_named(deployment: Deployment) -> None:

@@ -179,9 +179,9 @@ def test_a_picture_of_the_server_is_asked_for_only_where_none_was_given(tmp_path
     border = replace(report.full.border, figures=(loud, *report.full.border.figures[1:]), ring_error=5.0)
     assert border.state == "worse"
     report = replace(report, verdict=replace(report.verdict, border=border), full=replace(report.full, border=border))
-    grown = Description("mask grown by 4 px", ({"mask_grow": 4},), (1.0,), explained=0.98, images=(images(2)[0],))
-    reference = Description("the reference", distances=(5.0,), images=(images(1)[0],))
-    server = ServerResult(("a.png",), 4, (images(3)[0],), reference, (grown,), 0.3, parts=(0.98,))
+    grown = Description(({"mask_grow": 4},), 1.0, explained=0.98, images=(images(2)[0],))
+    reference = Description(distance=5.0, images=(images(1)[0],))
+    server = ServerResult(("a.png",), 4, (images(3)[0],), reference, (grown,), parts=(0.98,))
     asked, painted = "--server_image", "mask grown by 4 px"
     for given in (report, replace(report, server=server)):
         text = page(given, tmp_path)

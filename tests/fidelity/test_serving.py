@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import fields, replace
@@ -105,7 +106,8 @@ def test_attention_in_fp8_rounds_what_attention_sees(models: Models, eval_set: E
 def test_a_vae_in_half_precision_rounds_its_activations_too(models: Models, eval_set: EvalSet) -> None:
     encoder, half = models.image_encoder(REFERENCE), models.image_encoder(Variant(vae=Served(dtype="bf16")))
     latents = eval_set.batches[0].latents
-    rounded_weights = models.image_encoder(REFERENCE)
+    assert models.image_encoder(REFERENCE) is encoder  # loaded once
+    rounded_weights = copy.deepcopy(encoder)
     rounded_weights.vae.bfloat16().float()
     plain, found = encoder.decode(latents), half.decode(latents)
     assert half.vae.dtype == torch.bfloat16
