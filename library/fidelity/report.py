@@ -106,7 +106,8 @@ class Report:
         others = [each for each in verdict.findings if each.cause != main.cause]
         unsure = [each for each in others if each in verdict.uncertain]
         small = [each for each in others if not each.exact and each not in unsure and each.share < WORTH_MENDING]
-        changed = {each.cause for each in self.attributions}
+        changed, painted = {each.cause for each in self.attributions}, {each.cause for each in self.painted}
+        said = bool(painted) and (main.cause in painted or not verdict.alarm)  # by the server's own remedies
         nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer still: "
         changed |= self.same.keys() | (self.server.looked_at if self.server else set())
         same = [CAUSES[name] for name in vars(REFERENCE) if name not in changed and name in CAUSES]
@@ -115,7 +116,7 @@ class Report:
             "What the server painted": sentences(self.server) if self.server else [],
             "The deployment as you described it": [verdict.headline, self.described] if self.server else [],
             "How we know": [each.claim() for each in alike],
-            "What to do first": [] if self.painted and not verdict.alarm else [nothing + REMEDIES[main.cause]],
+            "What to do first": [] if said else [nothing + REMEDIES[main.cause]],
             "Recommended of the fixes": [recommendation(self.best, self.full)] if self.fixes else [],
             "What costs nothing": [each.words for each in self.remedies if not each.cost and not each.cause],
             "How the server merges": merge_sentences(self.merges),
@@ -124,7 +125,7 @@ class Report:
             "Too few images to tell": [f"{each.claim()}; {verdict.images_wanted(each)} would" for each in unsure],
             "Unexplained": [verdict.unexplained()],
             "Ruled out as the main cause": [each.claim() for each in small],
-            "Other files, and the same": [line for line in self.same.values() if line],
+            "Other files": [line for line in self.same.values() if line],
             "Not looked at": same,
             "How far off": [verdict.sizes(self.full)],
         }
