@@ -712,10 +712,6 @@ class ParallelConfig(Section):
     microbatches: Annotated[Batch | None, _PIPELINED] = Field(
         None, description="equal parts that a pipeline splits a batch into; default: as many as stages"
     )
-    pp_balance: Annotated[Literal["time", "weights"], _PIPELINED] = Field(
-        "time", description="what is as equal as possible among stages: time, or weights where memory is short"
-    )
-
     tp: Size = Field(
         1, description="processes that compute each large layer together, on the same batch (tensor parallelism)"
     )

@@ -191,7 +191,7 @@ def _apply_pp(
     """
     mesh, model, full = device_mesh(accelerator)["pp"], spec.model, dict(spec.model.named_parameters())
     comm = StageComm(mesh.get_local_rank(), mesh.size(), accelerator.device, mesh.get_group())
-    cut(model, spec.split_points(), comm, parallel.pp_balance)
+    cut(model, spec.split_points(), comm)
     if spec.network is None:
         train_stage(model, full, optimizer, comm)
     else:

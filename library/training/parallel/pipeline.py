@@ -114,25 +114,15 @@ def partition(sizes: Sequence[float], stages: int) -> list[range]:
     return [range(begin, end) for begin, end in zip((0, *ends[:-1]), ends, strict=True)]
 
 
-def plan_stages(model: nn.Module, points: SplitPoints, stages: int, balance: str) -> list[range]:
-    """Return the blocks of each stage, cut by "time" or by "weights"."""
-    blocks = [weights_of(model, [name]) for name in points.blocks]
-    embeddings, tail = weights_of(model, points.embeddings), weights_of(model, points.tail)
-    return partition(stage_sizes(blocks, embeddings, tail, balance), stages)
+def plan_stages(model: nn.Module, points: SplitPoints, stages: int) -> list[range]:
+    """Return the blocks of each stage, so that the stages take as equal a time as they can.
 
-
-def stage_sizes(blocks: Sequence[int], embeddings: int, tail: int, balance: str) -> list[float]:
-    """Return what each block counts in the balance, from the weights of all, of the embeddings and of the tail.
-
-    What is on one stage alone counts with its blocks. The tail takes a block's time for a block's weights (a language
-    model's head); looking into an embedding takes none.
+    Each block counts the same. The tail takes a block's time for a block's weights (a language model's head); looking
+    into an embedding takes none.
     """
-    if balance == "time":
-        return [*[1.0] * (len(blocks) - 1), 1.0 + tail / max(blocks)]
-    sizes = list(map(float, blocks))
-    sizes[0] += embeddings
-    sizes[-1] += tail
-    return sizes
+    largest = max(weights_of(model, [name]) for name in points.blocks)
+    last = 1.0 + weights_of(model, points.tail) / largest
+    return partition([*[1.0] * (len(points.blocks) - 1), last], stages)
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> int:
@@ -287,17 +277,16 @@ class NoEmbedding(nn.Module):
         return self.weight[0].expand(*indices.shape, -1)
 
 
-def cut(model: nn.Module, points: SplitPoints, comm: StageComm, balance: str) -> None:
+def cut(model: nn.Module, points: SplitPoints, comm: StageComm) -> None:
     """Leave ``model`` with what its stage needs; collective.
 
-    ``balance`` is "time" or "weights". Modules that are taken out stay with whatever else holds them (an adapter
-    network, say).
+    Modules that are taken out stay with whatever else holds them (an adapter network, say).
 
     Raises:
         UserError: there are fewer blocks than stages, or the stages do not make up the model.
     """
     full = weights_of(model, points.blocks)
-    local = plan_stages(model, points, comm.count, balance)[comm.index]
+    local = plan_stages(model, points, comm.count)[comm.index]
     for number, name in enumerate(points.blocks):
         if number not in local:
             model.set_submodule(name, _placeholder(number, local, points.two_streams, comm))

@@ -96,7 +96,7 @@ WHOLE: Settings = {
 }
 EPS: Settings = {"optimizer_args": ["eps=1e-6"]}  # AdamW's own 1e-8 is as small as rounding of clipped gradients
 TWO_BATCHES: Settings = WHOLE | EPS | {"gradient_accumulation_steps": 2}
-BY_WEIGHTS: Settings = {"pp": 2, "microbatches": 2, "pp_balance": "weights"}
+TWO_STAGES: Settings = {"pp": 2, "microbatches": 2}
 FP8: Settings = {"max_train_steps": 2, "fp8_scaled": True, "optimizer_type": "Adafactor"}
 PRODIGY: Settings = FP8 | {"optimizer_type": "Prodigy", "learning_rate": 1.0, "ema_decay": 0.5}
 DROPOUT: Settings = {"max_train_steps": 4, "network_dropout": 0.2}
@@ -137,12 +137,12 @@ CASES: dict[str, dict[str, Case]] = {
         # all stages compute the conditioning
         "whole": Case(TWO_BATCHES | {"network_args": ["img_mod_dim=2", "in_dims=[2,2,2,2,2]"]}, {"pp": 2}, "sizes"),
         # what one block has trains none in the first stage; Prodigy's step size follows from the whole LoRA
-        "fp8": Case(PRODIGY | {"network_args": ["train_double_block_indices=none"]}, BY_WEIGHTS, "captions"),
+        "fp8": Case(PRODIGY | {"network_args": ["train_double_block_indices=none"]}, TWO_STAGES, "captions"),
         "qwen_image": family("qwen_image", "qwen_shift"),
         "qwen_image_21": family("qwen_image_21", "qwen_shift", "mod_dim=2"),
         "flux2_klein": family("flux2_klein", "flux2_shift", "single_mod_dim=2"),
         "krea2": family("krea2", "krea2_shift"),
-        "chat": Case(CHAT | {"train_batch_size": 4}, BY_WEIGHTS, model="gpt2"),
+        "chat": Case(CHAT | {"train_batch_size": 4}, TWO_STAGES, model="gpt2"),
         "nan": Case(SKIP | EPS, {"pp": 2}, "spoilt"),
         "overflow": Case({"max_train_steps": 5}, {"pp": 2}, "large", refused=BAD),
         "many": Case({}, {"pp": 2, "microbatches": 3}, "sizes", refused="the dataset's batches have at most 2 images"),

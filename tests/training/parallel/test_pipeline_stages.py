@@ -73,12 +73,11 @@ def test_a_stage_without_blocks_is_refused() -> None:
         partition([1, 1], 3)
 
 
-@pytest.mark.parametrize(("balance", "ends"), [("time", [29, 57]), ("weights", [17, 57])])
-def test_stages_of_flux_have_equal_work_or_equal_weights(balance: str, ends: list[int]) -> None:
+def test_stages_of_flux_have_equal_work() -> None:
     millions = [340] * 19 + [142] * 38 + [19]  # weights of the published model's blocks, and of what follows them
     model = nn.Sequential(*(nn.Linear(number, 1, bias=False) for number in millions))
     points = SplitPoints([str(i) for i in range(57)], True, ("57",))
-    assert [stage.stop for stage in plan_stages(model, points, 2, balance)] == ends
+    assert [stage.stop for stage in plan_stages(model, points, 2)] == [29, 57]
 
 
 @pytest.mark.parametrize(("samples", "wanted", "count"), [(8, 4, 4), (6, 4, 6), (3, 2, 3), (1, 4, 1), (4, 8, 4)])
@@ -118,14 +117,17 @@ def compare(folder: Path, microbatches: int) -> None:
     """On each of two processes hold its stage to the whole model."""
     accelerator = build_accelerator(
         AccelerateConfig(), TrainingConfig(mixed_precision="no"), SavingConfig(output_dir=str(folder)), LoggingConfig(),
-        parallel := ParallelConfig(pp=2, microbatches=microbatches, pp_balance="weights"),
+        parallel := ParallelConfig(pp=2, microbatches=microbatches),
     )  # fmt: skip
     model, network = whole_model()
     reference, theirs = whole_model()
-    weights = sum(p.numel() for p in model.parameters())
     expected, _ = loss_of(reference, torch.arange(4))
     expected.backward()
-    blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+
+    def places() -> list[nn.Module]:
+        return [*model.transformer_blocks, *model.single_transformer_blocks]  # type: ignore[misc]
+
+    blocks = places()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     spec = ParallelSpec(
         model, [], lambda: transformer_split_points(model, blocks, ("norm_out", "proj_out")), lambda _: {}, network
@@ -148,7 +150,8 @@ def compare(folder: Path, microbatches: int) -> None:
         torch.save([p.grad for p in theirs.parameters()], folder / f"{microbatches}_.pt")
         held = [p for layer in network.modules.values() for p in layer.base.parameters()]
         assert any(p.is_meta for p in held)
-        assert sum(p.numel() for p in stage.parameters()) < 0.7 * weights
+        kept = sum(any(True for _ in block.parameters()) for block in places())
+        assert abs(kept - len(blocks) / 2) <= 1  # the layers after the blocks count for some
 
 
 @pytest.fixture(scope="module")
