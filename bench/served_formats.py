@@ -222,7 +222,7 @@ def _measure(kind: str, lora: Path, plan: Plan, folder: Path) -> Figures:
         compensated = models_with(lora, merge_compensated(lora, PRECISIONS[kind], fitted, folder / "compensated"))
         found["compensated"] = error(replace(served, merge=None), compensated)
     tried = tuple(name for name in plan.fixes if name != "compensated")
-    options = FixOptions(folder / "fixes", lora, fitted, minutes=600.0, names=tried)
+    options = FixOptions(folder / "fixes", lora, fitted, names=tried)
     for fix in try_fixes(models, served, eval_set, reference, (), options, console):
         found[fix.name] = squares(fix.outcome)
         if fix.outcome_beside:

@@ -195,9 +195,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"try fixes and name the cheapest that does; all, or some of {', '.join(FIXES)}",
     )
-    fix.add_argument(
-        "--fix_minutes", type=number(least=0), default=30.0, metavar="X", help="start none later (default: 30)"
-    )
     top.add_argument("--save_to", type=Path, default=Path("output/precision_report"), help="folder")
     return top
 
@@ -412,7 +409,6 @@ def main() -> None:
             folder=options.save_to / "fixes",
             lora=lora_source(options.lora[0]).path,
             calibration=plan.options,
-            minutes=options.fix_minutes,
             names=tuple(options.fix or FIXES),
         )
         layers = report.comparison.layers

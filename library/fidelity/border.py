@@ -89,16 +89,9 @@ class BorderFigure:
 
     def in_short(self) -> str:
         """Return the figure for someone who knows nothing of intervals."""
-        some = f"{self.times:.1f}"
-        if not math.isnan(self.low):
-            some = f"{self.low:.1f} to {self.high:.1f}"
+        low, high = (f"{value:.1f}" for value in (self.low, self.high))
+        some = f"{self.times:.1f}" if math.isnan(self.low) or low == high else f"{low} to {high}"
         return f"along the mask the {WORDS[self.name].removeprefix('the ')} is {some} times what it is elsewhere"
-
-    def words(self) -> str:
-        """Return the figure with all that it is judged by."""
-        interval = "" if math.isnan(self.low) else f" [{self.low:.2f} to {self.high:.2f}]"
-        found = f"{WORDS[self.name]} {self.error:.2f} (white noise {self.noise:.2f}), {self.times:.2f} times"
-        return f"{found}{interval}, limit {self.limit:g}"
 
 
 @dataclass(frozen=True)
@@ -139,24 +132,18 @@ class Border:
     def sentence(self) -> str:
         """Return the verdict on the border, in figures for a person."""
         images, figure = counted(self.images, "image"), self.worst
-        usual = f"honest rounding: up to {figure.limit:g}"
+        usual = f"usual with rounding: up to {figure.limit:g}"
         if self.state == "cannot tell":
             return (
                 f"{images} cannot tell whether the border is worse: {figure.in_short()} ({usual}); "
                 f"{self.images_wanted} would tell (--images)."
             )
         if self.state == "not worse":
-            return f"The border is not worse than honest rounding makes it: {figure.in_short()} ({usual})."
+            return f"The border is not worse than rounding makes it: {figure.in_short()} ({usual})."
         seen = f"the error there is {self.ring_error:.1f} of 255 steps"
         if self.state == "invisible":
             return f"Nothing can be seen along the border: {seen}."
         return f"The border is worse, and {seen}: {figure.in_short()} ({usual})."
-
-    def details(self) -> str:
-        """Return the figures that were judged, with their intervals."""
-        figures = [each for each in self.figures if each.decides] or [self.worst]
-        beside = f"within {RING} pixels of the border over farther away, {counted(self.images, 'image')}"
-        return f"Figures ({beside}): {'; '.join(figure.words() for figure in figures)}."
 
 
 def white_noise(

@@ -66,19 +66,17 @@ Made = tuple[Models, Variant, tuple[Path, ...]]  # models and variant to run wit
 
 @dataclass(frozen=True)
 class FixOptions:
-    """What fixes are made of and how long they may take.
+    """What fixes are made of.
 
     Attributes:
         folder: for files. lora: the one LoRA, at strength 1.
         calibration: what fixes are fitted to.
-        minutes: no further fix is begun after these.
         names: of the fixes to try.
     """
 
     folder: Path
     lora: Path
     calibration: CalibrationOptions
-    minutes: float = 30.0
     names: tuple[str, ...] = FIXES
 
 
@@ -148,7 +146,7 @@ def try_fixes(
 ) -> list[Fix]:
     """Try the fixes in their order and return those that were tried.
 
-    All are tried that the time allows, so that the table shows what more effort buys.
+    All are tried, so that the table shows what more effort buys.
 
     Args:
         models, deployment: what is mended.
@@ -156,7 +154,6 @@ def try_fixes(
         layers: of the deployment, for the retention of its LoRA; may be empty.
         options: files, flags, limits.
     """
-    started_at = time.monotonic()
     fixes: list[Fix] = []
     decode = models.image_encoder(REFERENCE).decode
 
@@ -166,9 +163,6 @@ def try_fixes(
 
     def attempt(name: str, cost: str, make: Callable[[], Made]) -> None:
         if name not in options.names:
-            return
-        if time.monotonic() - started_at > 60 * options.minutes:
-            console.print(f"note: {name} not tried, the {options.minutes:g} minutes are over; raise --fix_minutes")
             return
         started = time.monotonic()
         try:

@@ -31,7 +31,7 @@ from library.fidelity.figures import (
 from library.fidelity.findings import CAUSES, REMEDIES, as_sentence
 from library.fidelity.fixes import FIX_COLUMNS, fix_rows
 from library.fidelity.report import Report
-from library.files import atomic_path, read_toml, write_text
+from library.files import read_toml, write_text
 
 Columns = Mapping[str, Mapping[str, str]]  # heading -> what it means, value of a row, format: see page_tables.toml
 
@@ -40,15 +40,11 @@ _FIX_COLUMNS: Columns = {name or "fix": {"means": "", "value": str(place)} for p
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """Write ``report.html``, ``report.json`` and, where images were decoded, ``images.png``; return their paths."""
+    """Write ``report.html`` and ``report.json``; return their paths."""
     best, served = report.best, {"served": report.deployed.images}
     served |= {f"after “{best.name}”": best.outcome.images} if best else {}
     pictures = picture_rows(report.reference.images, served, report.eval_set.border_mask)
-    if pictures is not None:
-        with atomic_path(folder / "images.png") as temporary:
-            pictures.savefig(temporary, format="png", dpi=110)
-    paths = _write(folder, report.title, _measured(report), report=report, **_shown(report, pictures))
-    return [*paths, *([folder / "images.png"] if pictures is not None else [])]
+    return _write(folder, report.title, _measured(report), report=report, **_shown(report, pictures))
 
 
 def write_distilled(distilled: Distilled, title: str, folder: Path) -> list[Path]:

@@ -92,51 +92,49 @@ class Report:
         what, off = ("Pictures", self.full.image) if self.deployed.images else ("Single steps", self.full.velocity)
         judgement = "Nothing is broken: this is what the format loses."
         if self.verdict.alarm:
-            judgement = "Act on this: more is lost than the format has to lose."
+            judgement = "Act on this: the difference is larger than rounding to the format makes it."
         elif self.verdict.uncertain:
-            judgement = "More may be lost than the format has to lose; so few images cannot tell."
+            judgement = "The difference may be larger than rounding makes it; so few images cannot tell."
         elif off < _FINE:
             judgement = "This is fine: nothing has to be done."
-        return f"{judgement} {what} are {off:.2%} off what the original model makes with this LoRA."
+        return f"{judgement} {what} differ by {off:.2%} from what the original model makes with this LoRA."
 
     def sections(self) -> dict[str, list[str]]:
         """Return the verdict for someone who has lost a month over it: heading -> sentences, where there are any."""
         verdict, main = self.verdict, self.verdict.main
-        alike = [each for each in (verdict.border_cause, *verdict.findings) if each and each.cause == main.cause]
+        alike = [each for each in verdict.findings if each.cause == main.cause]
         others = [each for each in verdict.findings if each.cause != main.cause]
         unsure = [each for each in others if each in verdict.uncertain]
         small = [each for each in others if not each.exact and each not in unsure and each.share < WORTH_MENDING]
         changed, painted = {each.cause for each in self.attributions}, {each.cause for each in self.painted}
         said = bool(painted) and (main.cause in painted or not verdict.alarm)  # by the server's own remedies
-        nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer still: "
+        nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer to the original: "
         changed |= self.same.keys() | (self.server.looked_at if self.server else set())
         same = [CAUSES[name] for name in vars(REFERENCE) if name not in changed and name in CAUSES]
-        same = [f"No flag says that the server differs from the reference in these: {', '.join(same)}"] if same else []
+        unsaid = "no flag says that your server does any of these, so the report assumes that it does not"
         found = {
             "What the server painted": sentences(self.server) if self.server else [],
             "The deployment as you described it": [verdict.headline, self.described] if self.server else [],
             "How we know": [each.claim() for each in alike],
             "What to do first": [] if said else [nothing + REMEDIES[main.cause]],
+            "The border": verdict.on_the_border(self.server is not None),
             "Recommended of the fixes": [recommendation(self.best, self.full)] if self.fixes else [],
             "What costs nothing": [each.words for each in self.remedies if not each.cost and not each.cause],
             "How the server merges": merge_sentences(self.merges),
-            "The border": verdict.on_the_border(self.server is not None),
             "What else was found": [each.sentence() for each in others if each not in (*small, *unsure)],
             "Too few images to tell": [f"{each.claim()}; {verdict.images_wanted(each)} would" for each in unsure],
             "Unexplained": [verdict.unexplained()],
             "Ruled out as the main cause": [each.claim() for each in small],
             "Other files": [line for line in self.same.values() if line],
-            "Not looked at": same,
+            "Not looked at": [f"{unsaid}: {', '.join(same)}"] if same else [],
             "How far off": [verdict.sizes(self.full)],
         }
         return {heading: [*map(as_sentence, filter(None, lines))] for heading, lines in found.items() if any(lines)}
 
     def lines(self) -> list[str]:
-        """Return the same for a terminal, a line a sentence, and what the page has behind a click."""
-        lines, sections = [self.headline, self.in_short], self.sections()
-        if self.verdict.border:
-            sections["The border"].append(self.verdict.border.details())
-        for heading, (first, *others) in sections.items():
+        """Return the same for a terminal, a line a sentence."""
+        lines = [self.headline, self.in_short]
+        for heading, (first, *others) in self.sections().items():
             lines += [f"{heading}: {first}", *(f"  {sentence}" for sentence in others)]
         return lines
 

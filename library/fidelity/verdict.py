@@ -81,8 +81,13 @@ class Verdict:
 
     @property
     def alarm(self) -> bool:
-        """Whether there is anything to mend."""
-        return bool(self.certain) or (self.border is not None and self.border.state == "worse")
+        """Whether there is anything to mend; rounding that shows along the border is the format's price there, too."""
+        by_rounding = self.border_cause is not None and self.border_cause.cause in self.normal
+        return bool(self.certain) or (self._at_the_border and not by_rounding)
+
+    @property
+    def _at_the_border(self) -> bool:
+        return self.border is not None and self.border.state == "worse"
 
     @property
     def main(self) -> Finding:
@@ -110,7 +115,8 @@ class Verdict:
             return f"{images} cannot tell whether this matters: {CAUSES[main.cause]}; {self.images_wanted(main)} would."
         unsure = self.border is not None and self.border.state == "cannot tell"
         also = f"; {images} cannot tell whether the border is worse" if unsure else ""
-        return f"No defect: the deployment errs as its format must{also}."
+        also = "; it shows along the mask's border" if self._at_the_border else also
+        return f"No defect: only rounding separates the served model from the original{also}."
 
     def images_wanted(self, finding: Finding) -> str:
         """Return how many images would tell whether a finding makes a real part of the error, in words."""
@@ -123,8 +129,8 @@ class Verdict:
         """
         lines = [self.border.sentence()] if self.border else []
         if self.border_cause:
-            lines.append(f"What puts it there: {self.border_cause.sentence()}")
-        elif self.border and self.border.state == "worse":
+            lines.append(f"What puts it there: {self.border_cause.claim()}")
+        elif self._at_the_border:
             more = "give a picture that the server painted (--server_image)"
             more = "see what explains the picture that the server painted" if has_server_image else more
             lines.append(f"No single cause puts it there; {more}.")
@@ -141,10 +147,9 @@ class Verdict:
 
     def sizes(self, full: Differences) -> str:
         """Return how far off the deployment is."""
-        sizes = f"velocity {full.velocity:.2%}"
-        sizes += f", finished latents {full.latents:.2%}" if math.isfinite(full.latents) else ""
-        sizes += f", decoded image {full.image:.2%}" if math.isfinite(full.image) else ""
-        return sizes
+        sizes = {"one step of the model": full.velocity, "the finished latents": full.latents, "pictures": full.image}
+        words = ", ".join(f"{name} by {size:.2%}" for name, size in sizes.items() if math.isfinite(size))
+        return f"{words}. Shares are of the squared error: what takes off 75% of it halves the difference"
 
 
 def judge(
@@ -218,7 +223,7 @@ def _in_weights(share: Share, comparison: Comparison, error: float) -> list[Find
     if faults and left < _REST * share.value:
         return faults
     others = "every other tensor" if faults else "every tensor"
-    text = f"{others} errs as its format must; the weights together put the output {error:.1%} off"
+    text = f"{others} is rounded as its format has to; the weights together put the output {error:.1%} off"
     rest = share.times(left / share.value) if faults and share.value else share
     return [*faults, Finding("weights", math.nan, (), text).with_share(rest)]
 
@@ -271,7 +276,7 @@ def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Fi
         return None
     alone = [(each.alone.border.worst, each) for each in attributions if each.alone.border and is_worse(each.alone)]
     if alone:
-        figure, best = max(alone, key=lambda pair: pair[0].times)
+        figure, best = max(alone, key=lambda pair: (pair[1].cause not in NORMAL, pair[0].times))
         return Finding(best.cause, math.nan, (), f"with it alone {figure.in_short()}")
     name = full.border.worst.name
     mended = [each for each in attributions if each.without and not is_worse(each.without)]

@@ -359,6 +359,7 @@ BY_TRAINING = (  # what the LoRA or the dataset says of training; a server gives
 )  # fmt: skip
 FOR_TRAINING = (
     _trained("trained on black, served so", _BLACK, flags=("--blank", "black"), clean="copy"),
+    _trained("trained on black, served so in fp8", _BLACK, flags=("--blank", "black")),
     _trained("trained on grey, the dataset is another", {}, dataset='inpaint_blank = "white"\n'),
     _trained("says nothing of its training", None),
     _trained("OneTrainer's", {"ot_revision": "23df3832"}, flags=("--blank", "grey"), clean="row"),

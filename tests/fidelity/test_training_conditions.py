@@ -112,6 +112,8 @@ def test_what_the_model_is_shown_is_what_diffusers_shows_it(folder: Path) -> Non
     served = as_program_gives(models, Variant(), calibration)
     region = pixels.mask.expand_as(pixels.image) == 1  # type: ignore[union-attr]
     assert (give(pixels, "fill", Variant()).shown[0][region] == -1).all()
+    fitted_on = models.plan(calibration.plan.options).prepare(Console(quiet=True), textures=True)  # as fixes are
+    assert fitted_on.data.config.inpaint_blanks == ("black",)
     pipeline = FluxFillPipeline.from_pretrained(folder / "base")
     assert isinstance(pipeline.mask_processor, VaeImageProcessor)
     image = pipeline.image_processor.preprocess((pixels.image[None] + 1) / 2)

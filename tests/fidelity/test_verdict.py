@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from library.fidelity.border import Border, BorderFigure
 from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences
 from library.fidelity.distilled import Distilled, StrengthRow
@@ -70,6 +71,21 @@ def test_the_largest_real_cause_is_the_headline_and_its_remedy_the_first() -> No
     assert [each.cause for each in found] == ["blank", "guidance", ""]
     assert f"takes off {verdict.main.share:.0%} of the error" in found[0].words
     assert verdict.main.share == pytest.approx(0.74, abs=0.02)  # 0.05 an image, 8 images
+
+
+@pytest.mark.parametrize("cause", ["weights", "merge", "paste"])
+def test_the_border_is_an_alarm_unless_rounding_alone_puts_it_there(cause: str) -> None:
+    step = BorderFigure("step", 4.6, 2.0, 2.3, 2.0, 2.7, (2.0, 2.2, 2.7))
+    worse = replace(differences([1.0] * 8), border=Border((step,), 8, 2.4))
+    same = replace(differences([0.2] * 8), border=Border((replace(step, times=1.0, low=0.9, high=1.1),), 8, 2.4))
+    causes = [Attribution(each, each, worse if each == cause else same, None) for each in ("weights", "merge", "paste")]
+    rows = [layer(number, None) for number in range(8)]
+    verdict = judge(Variant(weights=True), worse, causes, Comparison(rows, [], (), 1.0, {}))
+    assert verdict.border_cause is not None
+    assert verdict.border_cause.cause == cause
+    rounding = judge(Variant(weights=True), worse, causes[:2], Comparison(rows, [], (), 1.0, {}))
+    assert rounding.alarm == (cause == "paste")  # then nothing of the two puts it there
+    assert ("it shows along the mask's border" in rounding.headline) == (cause != "paste")
 
 
 @pytest.mark.parametrize("images", [1, 2, 4, 8, 30])
