@@ -13,7 +13,7 @@ conditioning, runs             what a variant makes of picture and mask; both si
 differences, border            errors by noise level, by region, over the sampling run, along the mask's border
 layers, transformations, tensors, findings, comparison
                                layer by layer and tensor by tensor: how far off, and what was done to it
-verdict, remedies              what is named, and what costs nothing
+verdict, remedies              what is named, and what helps
 report                         from a request to all that is measured
 fixes                          what removes the difference, from the cheapest on
 server_image                   what a server really painted, explained

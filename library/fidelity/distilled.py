@@ -178,12 +178,12 @@ def compare_distilled(
     sigmas = models.deployed_family.sampling_sigmas(steps, tokens)[:-1]
     eval_set = replace(eval_set, sigmas=sigmas, steps=steps if eval_set.steps else 0)
     variant = Variant(weights=True, shift="deployed")
-    base = _Runs(models, models.base(deployed=False), replace(variant, weights=False), eval_set, console, "base")
+    base = _runs(models, models.base(deployed=False), replace(variant, weights=False), eval_set, console, "base")
     without, wanted = base(0.0), base(1.0)
     del base
     turbo = models.deployed.load(models.deployed_family, models.dtype, models.device).module
     others = models if served is None else replace(models, loras=served)
-    run = _Runs(others, turbo, variant, eval_set, console, name)
+    run = _runs(others, turbo, variant, eval_set, console, name)
     plain = run(0.0)
     effect = _velocity_effect(wanted, without)
     outcomes: dict[float, Outcome] = {}
@@ -240,22 +240,18 @@ def equal_strength(size: Callable[[float], float], first: float) -> float | None
     return strength if abs(found - 1) <= EQUAL else None
 
 
-class _Runs:
-    """Runs one of the two models with the LoRA at any strength."""
+def _runs(
+    models: Models, network: Any, variant: Variant, eval_set: EvalSet, console: Console, title: str
+) -> Callable[[float], Outcome]:
+    """Return what runs ``network`` with the LoRA at a strength; at 0 alone, captions encoded without the LoRA, too."""
+    lora = attach_lora(network.eval(), models.transformer_lora, models.targets, "the LoRAs")
 
-    def __init__(
-        self, models: Models, network: Any, variant: Variant, eval_set: EvalSet, console: Console, title: str
-    ) -> None:
-        self.lora = attach_lora(network.eval(), models.transformer_lora, models.targets, "the LoRAs")
-        self.models, self.network, self.variant = models, network, variant
-        self.eval_set, self.console, self.title = eval_set, console, title
+    def run(strength: float) -> Outcome:
+        lora.set_multiplier(strength)
+        shown = f"{title}, LoRA at {strength:.2f}" if strength else f"{title} alone"
+        return run_variant(models, replace(variant, strength=strength), eval_set, console, shown, network)
 
-    def __call__(self, strength: float) -> Outcome:
-        """Return velocities and pictures; at 0 of the model alone, captions encoded without the LoRA, too."""
-        self.lora.set_multiplier(strength)
-        variant = replace(self.variant, strength=strength)
-        title = f"{self.title}, LoRA at {strength:.2f}" if strength else f"{self.title} alone"
-        return run_variant(self.models, variant, self.eval_set, self.console, title, self.network)
+    return run
 
 
 def _differences(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:

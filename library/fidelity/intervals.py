@@ -22,19 +22,18 @@ _ROUND = (8, 10, 12, 16, 20, 30, 40, 60, 80, 100, 150, 200, 300)
 Side = Literal["above", "below", "open"]
 
 
-def interval(values: Tensor, share: float = 0.95) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of the mean of ``values`` [n]; NaN for fewer than two."""
-    return ratio_interval(values.tolist(), [1.0] * len(values), share)
+def interval(values: Tensor) -> tuple[float, float]:
+    """Return the 95 % interval, by percentile bootstrap, of the mean of ``values`` [n]; NaN for fewer than two."""
+    return ratio_interval(values.tolist(), [1.0] * len(values))
 
 
-def ratio_interval(parts: Sequence[float], wholes: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+def ratio_interval(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, float]:
     """Return the same of sum(parts) / sum(wholes), a pair an image; NaN where there is nothing to divide by."""
     if len(parts) < 2:
         return math.nan, math.nan
     chosen = torch.randint(len(parts), (_RESAMPLES, len(parts)), generator=generator("bootstrap", len(parts)))
     part, whole = (torch.tensor(values, dtype=torch.float64)[chosen].sum(1) for values in (parts, wholes))
-    ends = torch.tensor([(1 - share) / 2, (1 + share) / 2], dtype=torch.float64)
-    low, high = (part / whole).quantile(ends).tolist()
+    low, high = (part / whole).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
 

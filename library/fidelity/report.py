@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -119,7 +118,7 @@ class Report:
             "What to do first": [] if said else [nothing + REMEDIES[main.cause]],
             "The border": verdict.on_the_border(self.server is not None),
             "Recommended of the fixes": [recommendation(self.best, self.full)] if self.fixes else [],
-            "What costs nothing": [each.words for each in self.remedies if not each.cost and not each.cause],
+            "What else helps": [each.words for each in self.remedies if not each.cost and not each.cause],
             "How the server merges": merge_sentences(self.merges),
             "What else was found": [each.sentence() for each in others if each not in (*small, *unsure)],
             "Too few images to tell": [f"{each.claim()}; {verdict.images_wanted(each)} would" for each in unsure],
@@ -147,16 +146,6 @@ class MergeRow:
     differences: Differences
     judged: bool
 
-    @property
-    def latents(self) -> float | None:
-        """The error of the finished latents with all steps so; None where only one step is."""
-        return None if self.merging.one_step else self.differences.latents
-
-    @property
-    def image(self) -> float | None:
-        """The same of the decoded image."""
-        return None if self.merging.one_step else self.differences.image
-
 
 def merge_sentences(rows: Sequence[MergeRow]) -> list[str]:
     """Return what the server's ways to merge make of the error, and what decides between them."""
@@ -167,17 +156,10 @@ def merge_sentences(rows: Sequence[MergeRow]) -> list[str]:
             "The server's merges are alike here: products are made in the file's own format, so that it always has the "
             "LoRA rounded in."
         ]
-    sizes = "; ".join(
-        f"{row.merging.when}: {row.differences.velocity:.2%} of the velocity"
-        + (
-            ""
-            if row.merging.one_step or math.isnan(row.differences.image)
-            else f", {row.differences.image:.2%} of the image"
-        )
-        for row in rows
-    )
+    sizes = "; ".join(f"{row.merging.when}: {row.differences.velocity:.2%}" for row in rows)
     return [
-        f"The server merges in several ways ({sizes}). Free memory decides which layer gets which; the worst is judged."
+        f"The server merges in several ways, which put one step of the model off by as much: {sizes}. Free memory "
+        "decides which layer gets which; the worst is judged."
     ]
 
 

@@ -71,17 +71,13 @@ class EvalSet:
     def border_mask(self, number: int) -> Tensor | None:
         """Return the region as it was drawn, [H, W] bool; None without a border."""
         drawn = self.drawn(number)
-        return None if drawn is None else _with_a_border(drawn[0] >= 0.5)
+        mask = None if drawn is None else drawn[0] >= 0.5
+        return None if mask is None or bool(mask.all()) or not bool(mask.any()) else mask
 
     def noise_of(self, number: int) -> Tensor:
         """Return what a sample's sampling run starts from, [1, C, h, w]."""
         batch = self.batches[number]
         return self.noise[number] if self.noise else noise_for(batch.latents, batch.sample_ids, self.seed, "sampling")
-
-
-def _with_a_border(mask: Tensor) -> Tensor | None:
-    """Return ``mask`` [h, w] bool; None where it is nowhere, or everywhere."""
-    return mask if bool(mask.any()) and not bool(mask.all()) else None
 
 
 @dataclass
