@@ -1,7 +1,7 @@
 """What each deployed format makes of a LoRA on the built-in tiny FLUX Fill, and what each fix leaves of the error.
 
     python bench/served_formats.py --json served.json
-    python bench/served_formats.py --seeds 1 --formats fp8_scaled int8_convrot --fixes refit correction together
+    python bench/served_formats.py --seeds 1 --formats fp8_scaled int8_convrot --fixes refit correction
     python bench/served_formats.py --keep output/served --jobs 16   # run again, it goes on where it stopped
 
 For each training seed a LoRA is trained in high precision on the demo's images. The reference is that model with the
@@ -263,9 +263,9 @@ COLUMNS = {"format": "<16", "images": "<12", **dict.fromkeys(ERRORS, "12.2%"), "
 def main() -> None:
     """Measure, print, write."""
     parser = benchmark_parser(__doc__)
-    fixes = ("bypass", "compensated", "refit", "correction", "rebuild", "together")
+    fixes = ("bypass", "compensated", "refit", "correction")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
-    parser.add_argument("--fixes", nargs="*", choices=fixes, default=fixes[:4])
+    parser.add_argument("--fixes", nargs="*", choices=fixes, default=fixes)
     parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
     parser.add_argument("--images", type=int, default=24, help="held-out images (default: %(default)s)")
     parser.add_argument("--photographs", type=int, default=0, help="photographs, at most 12 (default: %(default)s)")

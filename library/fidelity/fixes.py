@@ -5,52 +5,34 @@
 3. *strength*: for a merge that lost part of the update, the LoRA at 1 / update retention. Free; the one-minute test.
 4. *refit*: the LoRA refitted to the deployed file, same rank, no training.
 5. *correction*: the same with 32 ranks more, and a LoRA for layers that had none.
-6. *rebuild*: a new file from bf16, of the same size, with scales, rounded with compensation, under a
-   LoRA refitted to it.
-7. *together*: the new file, and the correction for it.
 
 A fix is measured as the server of the deployment will run it: the LoRA merged and products made as there. Where that
 merge rounds, it is measured beside the weights too, which says what the bypass adds to the fix.
 
-Two things that plain casts and most published files leave out are worth a new file: scales, four bytes a layer, that
-lift small weights out of the subnormals, and rounding that makes up for its own errors on real activations
-(``quantize``). A file without scales gets
-ComfyUI's, which programs that read a plain cast and no scales (diffusers' layerwise casting) do not take; any other
-keeps its layout. Files that a fix makes lie in ``fixes/`` beside the report, in the LoRA's own format.
+Files that a fix makes lie in ``fixes/`` beside the report, in the LoRA's own format.
 """
 
 from __future__ import annotations
 
-import functools
-import re
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from rich.table import Table
-from torch import nn
 
 from library.console import Console
 from library.errors import UserError, counted
 from library.fidelity import FIXES
 from library.fidelity.calibration import CalibrationOptions
-from library.fidelity.deployed import DeployedWeights
 from library.fidelity.differences import Differences, compare, taken_off
 from library.fidelity.intervals import images_to_tell, side
 from library.fidelity.layers import LayerRow
-from library.fidelity.quantize import quantize_checkpoint
 from library.fidelity.refit import refit_lora
 from library.fidelity.runs import EvalSet, Outcome, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant
-from library.precision.files.base import ReadOnlyScheme
-from library.precision.files.fp8 import Fp8Scheme
-from library.precision.fp8_numbers import E4M3FN
-from library.precision.linear import QuantizedLinear
-from library.precision.names import USUAL_LAYOUTS, WRITTEN_LAYOUTS, LayoutKind
-from library.precision.recipe import Recipe
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
 
@@ -186,17 +168,11 @@ def try_fixes(
     if gains and deployment.merge is not None and 0 < median(gains) < 0.95:
         stronger = replace(deployment, strength=deployment.strength / median(gains))
         attempt("strength", f"none: the LoRA at {stronger.strength:.2f}", lambda: (models, stronger, ()))
-    rebuilt = functools.cache(lambda: _rebuilt(models, options))
-
-    def fitted(changed: Models, correction_rank: int = 0) -> Made:
-        return _fitted(changed, options, correction_rank, served)
-
-    ranks = f"{CORRECTION_RANK} ranks more in every quantised layer"
-    anew = "a file of the same size, scaled and rounded anew"
-    attempt("refit", "a forward pass over the calibration; the same rank", lambda: fitted(models))
-    attempt("correction", ranks, lambda: fitted(models, CORRECTION_RANK))
-    attempt("rebuild", anew, lambda: fitted(rebuilt()))
-    attempt("together", f"{anew}, {ranks}", lambda: fitted(rebuilt(), CORRECTION_RANK))
+    for name, cost, ranks in (
+        ("refit", "a forward pass over the calibration; the same rank", 0),
+        ("correction", f"{CORRECTION_RANK} ranks more in every quantised layer", CORRECTION_RANK),
+    ):
+        attempt(name, cost, partial(_fitted, models, options, ranks, served))
     return fixes
 
 
@@ -240,43 +216,11 @@ def fix_table(fixes: Sequence[Fix], before: Differences) -> Table:
     return table
 
 
-def _rebuilt(models: Models, options: FixOptions) -> Models:
-    """Write the deployed model anew and return the models with it deployed."""
-    deployed = models.base(deployed=True)
-    stored = {n: m.quantized() for n, m in deployed.named_modules() if isinstance(m, QuantizedLinear)}
-    high = [name for name, m in deployed.named_modules() if isinstance(m, nn.Linear) and name not in stored]
-    if not stored:
-        raise UserError("nothing of the deployed model is quantised, so there is nothing to round anew")
-    scheme = Counter(weight.scheme for weight in stored.values()).most_common(1)[0][0]
-    if isinstance(scheme, ReadOnlyScheme):
-        raise UserError(scheme.refusal)
-    if isinstance(scheme, Fp8Scheme) and scheme.granularity == "cast":  # a file without scales gets some
-        scheme = replace(scheme, granularity="tensor")
-    file = models.deployed_family.quantized_file() if models.deployed.path else None
-    layout: LayoutKind = USUAL_LAYOUTS[scheme.name]
-    if file is not None and file.layout in WRITTEN_LAYOUTS and file.layout != "plain":
-        layout = file.layout
-    if layout == "comfy_scaled" and isinstance(scheme, Fp8Scheme):
-        scheme = replace(scheme, fp8=E4M3FN)  # ComfyUI reads it so; with scales nothing needs the range of e5m2
-    precise = [one.full_precision for one in file.weights.values()] if file is not None else []
-    usual = Counter(each for each in precise if each is not None).most_common(1)
-    patterns = (f"^({'|'.join(map(re.escape, high))})$",) if high else ()
-    recipe = Recipe(scheme, (), patterns, seed=options.calibration.seed)
-    del deployed, stored
-    low = not usual[0][0] if usual else None  # products as the deployed file wants them
-    base = Path(models.config.pretrained_model_name_or_path)
-    target = options.folder / ("rebuilt" if base.expanduser().is_dir() else "rebuilt.safetensors")
-    quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), models.plan(options.calibration), low)
-    return replace(models, deployed=DeployedWeights(target.name, target, None))
-
-
 def _fitted(models: Models, options: FixOptions, correction_rank: int, served: Variant) -> Made:
     """Return ``models`` with the LoRA refitted to the weights they deploy, run as ``served``."""
-    targets, path, quiet = models.targets, models.deployed.path, Console(quiet=True)
-    made = (path,) if path is not None and path.parent == options.folder else ()
-    name = "corrected" if correction_rank else "refitted"
-    lora = options.folder / f"{name}{'_for_rebuilt' if made else ''}.safetensors"
+    targets, quiet = models.targets, Console(quiet=True)
+    lora = options.folder / f"{'corrected' if correction_rank else 'refitted'}.safetensors"
     refit_lora(options.lora, models, lora, options.calibration, quiet, correction_rank=correction_rank)
     weights = targets.by_component(load_lora(lora, targets).weights)
     ours = {**models.loras, targets.file_prefix: weights.get(targets.file_prefix, {})}
-    return replace(models, loras=ours), served, (*made, lora)
+    return replace(models, loras=ours), served, (lora,)

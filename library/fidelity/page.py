@@ -18,10 +18,7 @@ from matplotlib.figure import Figure
 
 from library.fidelity.distilled import Distilled
 from library.fidelity.figures import (
-    LEAST_RANGE,
-    ZOOM,
     as_data_uri,
-    difference_range,
     error_curves,
     image_rows,
     layer_errors,
@@ -102,7 +99,6 @@ def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:
         "words": report.sections(),
         "painted": server and server_pictures(server),
         "pictures": pictures,
-        "picture_words": _picture_words(report, pictures),
         "figures": figures,
         "layer_errors": layer_errors(layers) if any(row.output_error for row in layers) else None,
         "tables": tables,
@@ -110,17 +106,6 @@ def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:
         "remedies": REMEDIES,
         "sentence": as_sentence,
     }
-
-
-def _picture_words(report: Report, pictures: Figure | None) -> str:
-    """Return what the pictures show and how to read their scale; empty without pictures."""
-    if pictures is None:
-        return ""
-    top = difference_range(report.reference.images, report.deployed.images)
-    why = "no smaller, so that what cannot be seen does not look large" if top == LEAST_RANGE else "99.5 % are below"
-    zoomed = report.full.border is not None
-    text = f"All differences have one scale, 0 to {top:.0f} of 255 steps ({why})."
-    return text + f" The dotted line is the mask's border; below each image {ZOOM} pixels of it." * zoomed
 
 
 def _measured(report: Report) -> dict[str, Any]:

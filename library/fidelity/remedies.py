@@ -160,9 +160,9 @@ def free_remedies(
     found = []
     if in_comfyui and variant.merge is not None:
         found.append(_bypass(models, full, without.get("merge"), loras))
-        gguf = "Serve a GGUF of the model (Q8_0, Q6_K): its loader rounds nothing of a LoRA and multiplies in bf16"
+        gguf = "Serve a GGUF of the model (Q8_0, Q6_K): its loader does not round the LoRA and multiplies in bf16"
         parts = sum(verdict.shares[part].value for part in ("merge", "activations") if part in verdict.shares)
-        found.append(Remedy(f"{gguf}, for slower steps.", takes_off=Share(parts)))
+        found.append(Remedy(f"{gguf}; steps are slower.", takes_off=Share(parts)))
     better = verdict.rounding.times(1 - (comparison.int8 or 1.0) ** 2)
     if comparison.int8 is not None and comparison.int8 < _WORTH_IT and better.value >= _NEW_FILE:
         text = (
@@ -206,4 +206,4 @@ def _bypass(models: Models, full: Differences, without: Differences | None, lora
 
 
 def _change(full: Differences, other: Differences) -> str:
-    return f"{other.error:.2%} off instead of {full.error:.2%}"
+    return f"the error is {other.error:.2%} instead of {full.error:.2%}"

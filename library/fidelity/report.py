@@ -89,14 +89,14 @@ class Report:
     def described(self) -> str:
         """Whether anything has to be done about the deployment as described, and how far off it is."""
         what, off = ("Pictures", self.full.image) if self.deployed.images else ("Single steps", self.full.velocity)
-        judgement = "Nothing is broken: this is what the format loses."
+        judgement = "Nothing is broken: that is the price of rounding."
         if self.verdict.alarm:
-            judgement = "Act on this: the difference is larger than rounding to the format makes it."
+            judgement = "Act on this: rounding alone costs less."
         elif self.verdict.uncertain:
-            judgement = "The difference may be larger than rounding makes it; so few images cannot tell."
+            judgement = "Rounding alone may cost less; so few images cannot tell."
         elif off < _FINE:
             judgement = "This is fine: nothing has to be done."
-        return f"{judgement} {what} differ by {off:.2%} from what the original model makes with this LoRA."
+        return f"{what} differ by {off:.2%} from what the original model makes with this LoRA. {judgement}"
 
     def sections(self) -> dict[str, list[str]]:
         """Return the verdict for someone who has lost a month over it: heading -> sentences, where there are any."""
@@ -156,10 +156,10 @@ def merge_sentences(rows: Sequence[MergeRow]) -> list[str]:
             "The server's merges are alike here: products are made in the file's own format, so that it always has the "
             "LoRA rounded in."
         ]
-    sizes = "; ".join(f"{row.merging.when}: {row.differences.velocity:.2%}" for row in rows)
+    sizes = ", ".join(f"{row.differences.velocity:.2%} ({row.merging.when})" for row in rows)
     return [
-        f"The server merges in several ways, which put one step of the model off by as much: {sizes}. Free memory "
-        "decides which layer gets which; the worst is judged."
+        f"The server merges in several ways. One step of the model is off by {sizes}. Free memory decides which layer "
+        "gets which; the worst is judged."
     ]
 
 

@@ -114,7 +114,7 @@ class Verdict:
         if self.uncertain:
             return f"{images} cannot tell whether this matters: {CAUSES[main.cause]}; {self.images_wanted(main)} would."
         unsure = self.border is not None and self.border.state == "cannot tell"
-        also = f"; {images} cannot tell whether the border is worse" if unsure else ""
+        also = f"; {images} cannot tell whether more is wrong along the mask's border" if unsure else ""
         also = "; it shows along the mask's border" if self._at_the_border else also
         return f"No defect: only rounding separates the served model from the original{also}."
 
@@ -223,7 +223,7 @@ def _in_weights(share: Share, comparison: Comparison, error: float) -> list[Find
     if faults and left < _REST * share.value:
         return faults
     others = "every other tensor" if faults else "every tensor"
-    text = f"{others} is rounded as its format has to; the weights together put the output {error:.1%} off"
+    text = f"{others} is rounded as its format demands; the weights together put the output {error:.1%} off"
     rest = share.times(left / share.value) if faults and share.value else share
     return [*faults, Finding("weights", math.nan, (), text).with_share(rest)]
 
@@ -234,7 +234,7 @@ def _in_merge(share: Share, layers: Sequence[LayerRow], error: float) -> Finding
     gains = [row.retention or 0.0 for row in merged]
     lost = [row for row in merged if row.lost]
     missing = sum(((1 - (row.retention or 0.0)) * (row.lora_effect or 0.0)) ** 2 for row in lost)
-    left = f"{median(gains):.2f} of the update is left in the median layer" if gains else ""
+    left = f"the median layer keeps {median(gains):.2f} of the update" if gains else ""
     if missing <= WORTH_MENDING * sum(row.output_error**2 for row in merged):
         text = f"beyond the weights' own rounding it puts the output {error:.1%} off"
         return Finding("merge", math.nan, (), f"{text}; {left}" if left else text).with_share(share)

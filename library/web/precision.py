@@ -77,7 +77,7 @@ def _made(path: Path) -> list[Path]:
     """Return the files that a remedy has made so far."""
     if path.is_file() or (path / "config.json").is_file():  # a model may be a folder
         return [path]
-    return sorted([*path.glob("fixes/*.safetensors"), *path.glob("fixes/*/*.safetensors")])
+    return sorted(path.glob("fixes/*.safetensors"))
 
 
 def start(site: Site, request: Request, form: Form) -> Response:

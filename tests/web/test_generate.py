@@ -235,10 +235,10 @@ def test_a_remedy_makes_a_new_file_each_time_and_is_measured(tab: Tab, server: S
 def test_what_a_remedy_made_is_found_among_what_it_needed(tmp_path: Path) -> None:
     from library.web.precision import _made
 
-    for name in ("fix/fixes/refitted.safetensors", "fix/fixes/rebuilt/model.safetensors", "int8/config.json"):
+    for name in ("fix/fixes/refitted.safetensors", "fix/fixes/corrected.safetensors", "int8/config.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert [path.name for path in _made(tmp_path / "fix")] == ["model.safetensors", "refitted.safetensors"]
+    assert [path.name for path in _made(tmp_path / "fix")] == ["corrected.safetensors", "refitted.safetensors"]
     assert _made(tmp_path / "int8") == [tmp_path / "int8"]
     assert _made(tmp_path / "not_there") == []
 
