@@ -24,7 +24,7 @@ Habit = Mapping[str, Any]
 LEVELS: dict[str, float] = {"black": -1.0, "grey": 0.0, "white": 1.0}
 _NAMES = {level: name for name, level in LEVELS.items()}
 _RUN: dict[str, Any] = {"noise": torch.float32, "seed": 0, "steps": 0}  # what no variant has
-_GUIDANCES = (1.0, 3.5, 10.0, 30.0)
+_GUIDANCES = (1.0, 3.5, 30.0)
 # static shifts: none, ComfyUI's default of ModelSamplingAuraFlow, and its FLUX without ModelSamplingFlux: 1.15 there is
 # mu, whose static shift is e^1.15 (comfy/model_sampling.py, flux_time_shift)
 _SHIFTS = (1.0, 1.73, round(math.exp(1.15), 2))

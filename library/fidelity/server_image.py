@@ -319,7 +319,8 @@ class _Search:
             for _ in range(_NUMBERS):
                 tried = self._tried(name, found)
                 found = min(tried.values(), key=_left)
-                value = None if found.is_near else next_value(name, {v: _left(each) for v, each in tried.items()})
+                best = found.is_near and found.explained >= _ALL
+                value = None if best else next_value(name, {v: _left(each) for v, each in tried.items()})
                 if value is None or not self.paint(tuple({name: value} if name in each else each for each in habits)):
                     break
             found = min(self._tried(name, found).values(), key=_left)
