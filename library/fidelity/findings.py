@@ -16,9 +16,9 @@ from statistics import median
 from typing import Any, Literal
 
 from library.errors import names_in_short
+from library.fidelity.grids import SURE
 from library.fidelity.intervals import Share
 from library.fidelity.tensors import TensorRow
-from library.fidelity.updates import SURE
 from library.files import read_toml
 from library.precision.parity.layer_errors import FLAGGED
 from library.precision.recipe import KINDS

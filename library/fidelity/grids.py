@@ -37,6 +37,8 @@ _FEWER = 1.4  # times the different numbers of a run half as long: on one grid. 
 _FEW = 0.9  # different numbers over all in runs of the shortest; of 4 bits 0.6, of 8 bits 0.97
 _SHORTEST, _LONGEST = 16, 256
 _FACTOR = 0.005  # that a factor differs from 1
+_GAIN = 0.006  # of two roundings
+SURE = 5.0  # standard errors
 EITHER_NEIGHBOUR, ONE_ROW = 1.55, 3.0  # times rounding to nearest: rounding at random has 1.41; of a single row
 
 
@@ -99,18 +101,14 @@ def errs_like(numbers: Tensor, nearest: Tensor, wanted: Tensor, most: float) -> 
     return rows and float(error.sum()) <= most**2 * float(honest_error.sum()) + float(tiny.sum())
 
 
-def rounded_on(grid: Grid, numbers: Tensor, wanted: Tensor, nearest: Tensor | None = None) -> bool:
-    """Return whether ``numbers`` are ``wanted`` [out, in] rounded on their ``grid``, to nearest or at random.
-
-    ``nearest``: the former, where it is known.
-    """
-    nearest = grid.on_grid(wanted) if nearest is None else nearest
-    if errs_like(numbers, nearest, wanted, _NEAREST):
-        return True
-    if not errs_like(numbers, nearest, wanted, EITHER_NEIGHBOUR):
+def rounded_on(grid: Grid, numbers: Tensor, wanted: Tensor) -> bool:
+    """Return whether ``numbers`` are ``wanted`` [out, in] rounded on their ``grid``, to nearest or at random."""
+    nearest = grid.on_grid(wanted)
+    if not errs_like(numbers, nearest, wanted, EITHER_NEIGHBOUR) or not same_gain(numbers, nearest, wanted):
         return False
-    size = float(wanted.square().mean(dtype=torch.float64).sqrt())
-    if float((numbers - wanted).square().mean(dtype=torch.float64).sqrt()) < _SMALL * size:
+    if abs(gain_of(numbers - nearest, wanted)) > _GAIN / 3 and factor_on(grid, numbers, wanted) != 1:
+        return False
+    if errs_like(numbers, nearest, wanted, _NEAREST) or relative(numbers, wanted) < _SMALL:
         return True
     random = generator("either neighbour", *wanted.shape)
     draws = [grid.on_grid(wanted, random) for _ in range(_DRAWS)]
@@ -130,18 +128,26 @@ def _beyond(numbers: Tensor, nearest: Tensor, draws: Sequence[Tensor], wanted: T
     return float((outside & (far > near)).float().mean())
 
 
-def factor_on(grid: Grid, numbers: Tensor, wanted: Tensor, gain: float) -> float:
+def same_gain(numbers: Tensor, nearest: Tensor, wanted: Tensor) -> bool:
+    """Return whether ``numbers`` are as large as ``nearest``, as far as chance moves that; few large numbers, far."""
+    change = numbers - nearest
+    doubt = float((change * wanted).norm()) / float(wanted.square().sum() or 1.0)
+    return not bool(wanted.any()) or abs(gain_of(change, wanted)) <= _GAIN + SURE * doubt
+
+
+def factor_on(grid: Grid, numbers: Tensor, wanted: Tensor) -> float:
     """Return what ``wanted`` was multiplied with before it was rounded to nearest on the ``grid``; 1 if by nothing.
 
-    A factor is one if it explains most of the numbers that are not the nearest. It is looked for near ``gain``, which
+    A factor is one if it explains most of the numbers that are not the nearest. It is looked for near the gain, which
     rounding on a coarse grid makes smaller.
     """
 
     def far(factor: float) -> float:
         return float((grid.on_grid(factor * wanted) - numbers).square().sum(dtype=torch.float64))
 
-    best = min((round(gain, 2) + step / 100 for step in range(-2, 11)), key=far)
-    best = min((best + step / 500 for step in range(-4, 5)), key=far)
+    gain = gain_of(numbers, wanted)
+    best = min((gain * (1 + step / 100) for step in range(-2, 11)), key=far)
+    best = min((best * (1 + step / 500) for step in range(-4, 5)), key=far)
     return best if abs(best - 1) > _FACTOR and far(best) < 0.5 * far(1.0) else 1.0
 
 
@@ -154,3 +160,21 @@ def _laws(numbers: Tensor, nearest: Tensor, wanted: Tensor) -> tuple[Tensor, ...
 def _doubt(one: Tensor, other: Tensor) -> float:
     """Return the standard error of the difference of two means."""
     return math.sqrt(float(one.var() + other.var()) / one.numel())
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    """Return the sum of products, added up in float64."""
+    return float((a * b).sum(dtype=torch.float64))
+
+
+def relative(numbers: Tensor, wanted: Tensor) -> float:
+    """Return |numbers - wanted| / |wanted|; 0 of 0 is 0, anything of 0 is 1."""
+    difference = numbers - wanted
+    error, size = dot(difference, difference), dot(wanted, wanted)
+    return math.sqrt(error / size) if size else float(error > 0)
+
+
+def gain_of(numbers: Tensor, wanted: Tensor) -> float:
+    """Return the factor by which ``wanted`` comes nearest to ``numbers``; 1 of zeros."""
+    size = dot(wanted, wanted)
+    return dot(numbers, wanted) / size if size else 1.0

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from library.fidelity.grids import on_own_grid
+from library.fidelity.grids import SURE, on_own_grid
 from library.fidelity.serving import numbers, rounded
-from library.fidelity.tensors import SURE, TensorRow
+from library.fidelity.tensors import TensorRow
 from library.precision.files.base import QuantizedWeight
 from library.precision.linear import QuantizedLinear
 from library.precision.parity.activations import LayerInputs

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from library.fidelity.grids import Grid, rounded_on
-from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, in_units
+from library.fidelity.grids import Grid, SeenGrid, errs_like, factor_on, gain_of, relative, rounded_on, same_gain
+from library.precision.files.base import QuantizedWeight
 from library.precision.files.fp8 import Fp8Weight
 
 CHUNK = 1 << 22  # entries that are turned at a time
 _TOLERANCE = 0.125
 MOST = 1 + _TOLERANCE  # steps that honest rounding errs, stochastic or to nearest
-_MERGED = 1.9  # times rounding to nearest: rounded twice, stochastically the second time, is 1.73
+TWO_ROUNDINGS = 1.9  # times rounding to nearest: rounded twice, stochastically the second time, is 1.73
 RARE = 5e-4  # share of entries that may lie up to two steps further out
 _COARSE = 1.5  # times the typical error, where the format is not known
-_EITHER, _ROW = 1.55, 3.0  # times rounding to nearest: stochastic rounding has 1.41; of a single row
+_UNLIKE = 0.5  # relative error from which numbers are no rounding of any format, whatever the factor
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Steps:
     """Errors in steps of the format at the reference's numbers; ``seen``: those of at least one step.
 
     Attributes:
-        beyond: share of all entries that err more than allowed. farthest: the largest error.
+        beyond: share of all entries that err more than allowed, or lie above the format's end.
+        farthest: the largest error.
         drift: mean over the seen, positive away from zero. energy: mean of squares over the seen, at most one step far.
         against: share of the seen whose error has the other sign than the drift.
         flushed: share of seen subnormal numbers that became zero. seen: how many there are.
@@ -53,70 +54,63 @@ class ServedMatrix:
     """A matrix as it is served.
 
     Attributes:
-        numbers: fp32 [out, in]. quantized: values and scales of fp8 where they are known, also of numbers on a cast's
-            grid.
-        expected: relative error of layers like it: of rounding to nearest in its format, or, where that is not known,
-            of the median layer; 0 in high precision.
+        numbers: fp32 [out, in].
+        stored: as the file has it, in any format; also as fp8 where the numbers lie on a cast's grid.
+        seen: the grid of numbers in high precision that went through a format which they do not tell.
+        expected: relative error of rounding to nearest on its grid; 0 in high precision.
         merged: something was merged into it, so that it may have been rounded twice.
-        stored: as the file has it, in any format. grid: that its numbers lie on, of formats other than fp8.
     """
 
     numbers: Tensor
-    quantized: Fp8Weight | None = None
+    stored: QuantizedWeight | None = None
+    seen: SeenGrid | None = None
     expected: float = 0.0
     merged: bool = False
-    stored: QuantizedWeight | None = None
-    grid: Grid | None = None
 
-    def fits(self, wanted: Tensor, gains: Tensor | None = None) -> bool:
-        """Return whether the numbers are an honest rounding of ``wanted`` times its scale groups' ``gains``."""
-        if self.quantized is not None and not self.merged:
-            scaled = self.quantized if gains is None else with_gains(self.quantized, gains)
-            return honest(steps_of(scaled, wanted))
-        if self.grid is not None and not self.merged:
-            return rounded_on(self.grid, self.numbers, wanted if gains is None else wanted * spread(gains, wanted))
-        if not self.expected:
-            return same_in_bf16(self.over(gains), wanted)
-        nearest = self._nearest_errors(wanted, gains)
-        limit = (_MERGED if self.merged else _EITHER if nearest is not None else _COARSE) * self.expected
-        numbers = self.over(gains)
-        drift = 0.006 + 1.5 * self.expected**2 + 5 * self.expected / math.sqrt(wanted.numel())
-        far = relative(numbers, wanted) > (2 * limit if nearest is not None else limit) + 1e-3
-        if far or abs(gain_of(numbers, wanted) - 1) > drift:
+    @property
+    def grid(self) -> Grid | None:
+        """What its numbers lie on; None in high precision."""
+        return self.seen if self.stored is None else self.stored
+
+    @property
+    def fp8(self) -> Fp8Weight | None:
+        """Values and scales of fp8."""
+        return self.stored if isinstance(self.stored, Fp8Weight) else None
+
+    def fits(self, wanted: Tensor, base: Tensor | None = None) -> bool:
+        """Return whether the numbers are an honest rounding of ``wanted`` [out, in].
+
+        ``base``: what an update was merged into, if one was and that is known.
+        """
+        grid = self.grid
+        if grid is None:
+            return self._near(wanted) if self.expected else same_in_bf16(self.numbers, wanted)
+        if self.fp8 and self.merged == (base is not None) and not honest(steps_of(self.fp8, wanted, base), self.merged):
             return False
-        if nearest is None:
-            return True
-        errors = (numbers - wanted).square_().sum(1, dtype=torch.float64)
-        tiny = 1e-6 * wanted.square().sum(1, dtype=torch.float64)
-        most = _MERGED if self.merged else _EITHER
-        alike = float(errors.sum()) <= most**2 * float(nearest.sum()) + float(tiny.sum())
-        return alike and bool((errors <= _ROW**2 * nearest + tiny).all())
+        if not self.merged:
+            return rounded_on(grid, self.numbers, wanted)
+        nearest = grid.on_grid(wanted)
+        return errs_like(self.numbers, nearest, wanted, TWO_ROUNDINGS) and same_gain(self.numbers, nearest, wanted)
 
-    def over(self, gains: Tensor | None) -> Tensor:
-        """Return the numbers divided by the gains of their groups."""
-        return self.numbers if gains is None else self.numbers / spread(gains, self.numbers)
+    def factor(self, wanted: Tensor) -> float:
+        """Return what ``wanted`` was multiplied with before it was rounded, as far as the numbers are like it."""
+        gain, grid = gain_of(self.numbers, wanted), self.grid
+        if grid is None or relative(self.numbers, gain * wanted) > _UNLIKE:
+            return gain
+        found = factor_on(grid, self.numbers, wanted)
+        return gain / (gain_of(grid.on_grid(wanted), wanted) or 1.0) if found == 1 else found
+
+    def _near(self, wanted: Tensor) -> bool:
+        """Return whether numbers whose grid is not known, as they are read otherwise, err as layers like it do."""
+        drift = 0.006 + 1.5 * self.expected**2 + 5 * self.expected / math.sqrt(wanted.numel())
+        close = relative(self.numbers, wanted) <= (TWO_ROUNDINGS if self.merged else _COARSE) * self.expected + 1e-3
+        return close and abs(gain_of(self.numbers, wanted) - 1) <= drift
 
     @property
     def steps(self) -> Tensor | None:
         """The steps that its values are multiplied with, [1 or out, runs]; None where there are none, or not known."""
         steps = None if self.stored is None else self.stored.steps()
         return steps if steps is not None and bool((torch.isfinite(steps) & (steps > 0)).all()) else None
-
-    def _nearest_errors(self, wanted: Tensor, gains: Tensor | None) -> Tensor | None:
-        """Return each row's squared error of ``wanted`` rounded to nearest with the served steps, if they are known."""
-        if self.stored is None or isinstance(self.stored.scheme, ReadOnlyScheme):
-            return None
-        scheme, steps = self.stored.scheme, self.steps
-        if steps is None and self.stored.steps() is not None:
-            return None
-        steps = torch.ones(1, 1) if steps is None else steps
-        if gains is not None:
-            if gains.shape[1] not in (1, steps.shape[1]):
-                return None
-            steps = steps / gains
-        units = in_units(scheme.rotate(wanted), steps)
-        errors = (scheme.round(units).float() - units).square_().unflatten(1, (steps.shape[1], -1)).sum(-1)
-        return (errors * steps.square()).sum(1, dtype=torch.float64)
 
 
 def steps_of(served: Fp8Weight, wanted: Tensor, base: Tensor | None = None) -> Steps:
@@ -143,7 +137,7 @@ def steps_of(served: Fp8Weight, wanted: Tensor, base: Tensor | None = None) -> S
         large = v.abs() >= step
         within = large & (size <= allowed)
         small = (v.abs() > 1.25 * step) & (v.abs() < fp8.min_normal)
-        beyond += float((size > allowed).sum())
+        beyond += float(((size > allowed) | (v.abs() > fp8.max + (0.5 + _TOLERANCE) * step)).sum())  # no scale clips
         farthest = max(farthest, float(size.max()))
         drift += float(error[within].sum())
         above += float((error[within] > _TOLERANCE / 2).sum())
@@ -181,24 +175,6 @@ def same_in_bf16(numbers: Tensor, wanted: Tensor) -> bool:
     return bool(close.all()) and abs(gain_of(numbers, wanted) - 1) < 1e-3 + 2.0**-8 / math.sqrt(wanted.numel())
 
 
-def dot(a: Tensor, b: Tensor) -> float:
-    """Return the sum of products, added up in float64."""
-    return float((a * b).sum(dtype=torch.float64))
-
-
-def relative(numbers: Tensor, wanted: Tensor) -> float:
-    """Return |numbers - wanted| / |wanted|; 0 of 0 is 0, anything of 0 is 1."""
-    difference = numbers - wanted
-    error, size = dot(difference, difference), dot(wanted, wanted)
-    return math.sqrt(error / size) if size else float(error > 0)
-
-
-def gain_of(numbers: Tensor, wanted: Tensor) -> float:
-    """Return the factor by which ``wanted`` comes nearest to ``numbers``; 1 of zeros."""
-    size = dot(wanted, wanted)
-    return dot(numbers, wanted) / size if size else 1.0
-
-
 def group_gains(numbers: Tensor, wanted: Tensor, rows: int, blocks: int) -> Tensor:
     """Return [rows, blocks], the factor of each group that shares a scale; 1 where the reference is zero."""
     parts = [(x.view(x.shape[0], blocks, -1)) for x in (numbers, wanted)]
@@ -206,12 +182,6 @@ def group_gains(numbers: Tensor, wanted: Tensor, rows: int, blocks: int) -> Tens
     if rows == 1:
         products, sizes = products.sum(0, keepdim=True), sizes.sum(0, keepdim=True)
     return torch.where(sizes > 0, products / sizes, torch.ones_like(sizes)).float()
-
-
-def with_gains(quantized: Fp8Weight, gains: Tensor) -> Fp8Weight:
-    """Return the same values with scales divided by ``gains``."""
-    scale = quantized.factors
-    return Fp8Weight(quantized.values, (scale / gains).float())
 
 
 def spread(gains: Tensor, like: Tensor) -> Tensor:
@@ -223,11 +193,10 @@ def spread(gains: Tensor, like: Tensor) -> Tensor:
 class Candidate:
     """What may have been done: a key of ``CAUSES``, words, and what the served numbers are to be a rounding of.
 
-    ``gains``: of its scale groups. ``numbers``: the served ones read otherwise; their format's steps say nothing then.
+    ``numbers``: the served ones read otherwise; their format's steps say nothing then.
     """
 
     cause: str
     words: str
     wanted: Tensor
-    gains: Tensor | None = None
     numbers: Tensor | None = None

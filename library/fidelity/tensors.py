@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +28,18 @@ from torch import Tensor, nn
 from library.errors import names_in_short
 from library.fidelity.grids import (
     EITHER_NEIGHBOUR,
-    Grid,
+    SURE,
     distinct,
     errs_like,
-    factor_on,
+    gain_of,
     on_own_grid,
-    rounded_on,
+    relative,
     seen_grid,
 )
-from library.fidelity.rounding_laws import ServedMatrix, gain_of, honest, relative, same_in_bf16, steps_of
+from library.fidelity.rounding_laws import TWO_ROUNDINGS, ServedMatrix, same_in_bf16
 from library.fidelity.serving import round_like, rounded, rounds
 from library.fidelity.transformations import SIMPLE, diagnose, nearest_candidate
-from library.fidelity.updates import SURE, moved_update, share_in, with_merge
+from library.fidelity.updates import moved_update, share_in, with_merge
 from library.models.family import Family
 from library.precision.checkpoint import WeightFiles
 from library.precision.files.base import QuantizedWeight, Scheme
@@ -53,13 +53,11 @@ from networks.files.weights import LoraWeights
 Role = Literal["weight", "bias", "norm", "scale", "input_scale", "buffer"]
 
 _GRID = 0.97  # distinct numbers in 32 neighbours, over the reference's; bf16 of another model has 1.0, 8 bits 0.93
-_OUT_OF_LINE = 2.5  # times the median layer's error, where the format is not known
 _SEARCHED = 2.0  # times the plain rule's rounding; scales that ggml searched with an importance matrix have 1.35
-_GAIN = 0.006  # of two roundings
 _CANNOT_TELL = 0.01  # error from which it is said that a grid is too fine to tell
 _COARSER = 1.5  # times what the main format costs; e5m2 has 2, another granularity at most 1.2
 _SHARE = 0.05  # of the update, from which it is worth a word
-_TWO_ROUNDINGS, _IN_BF16 = 1.9, 0.004  # times rounding to nearest; relative error of bf16's rounding, with a margin
+_IN_BF16 = 0.004  # relative error of bf16's rounding, with a margin
 
 
 @dataclass(frozen=True)
@@ -134,31 +132,36 @@ def compare_tensors(
     """
     places, served = _places(reference), _places(deployed)
     stored, input_scales = stored or {}, input_scales or {}
-    measured: dict[str, _Measured] = {}
-    for name, place in places.items():
-        if name in served and served[name].shape == place.shape:
-            update = updates.get(place.layer) if name.endswith(".weight") else None
-            measured[name] = _measure(_Pair(place, served[name], update, merged), stored.get(name, ""))
-    errors: dict[str, list[float]] = {}
-    for one in measured.values():
-        if one.on_grid and one.lawful:
-            errors.setdefault(one.row.kind, []).append(one.row.error)
-    medians = {kind: median(found) for kind, found in errors.items()}
-    measured = {
-        name: replace(one, on_grid=one.on_grid or _as_if_on_grid(one, medians)) for name, one in measured.items()
-    }
-    main = _main_kind([one.row for one in measured.values() if one.scheme])
-    scheme = next((one.scheme for one in measured.values() if one.row.kind == main and one.scheme), None)
-    usual = _Usual(medians, main, scheme)
     rows: list[TensorRow] = []
+    pairs: dict[str, _Pair] = {}
+    schemes: dict[str, Scheme] = {}
+    compared: dict[str, partial[tuple[TensorRow, Scheme | None]]] = {}
     for name, place in places.items():
-        if name not in measured:
+        if name not in served or served[name].shape != place.shape:
             row = TensorRow(name, place.role, "absent", place.size, 1.0, fault="wrong_base", diagnosis="of other shape")
             rows.append(row)
             continue
+        update = updates.get(place.layer) if name.endswith(".weight") else None
+        pairs[name] = _Pair(place, served[name], update, merged)
         beside = {layer: update for layer, update in updates.items() if layer != place.layer}
-        rows.append(_explained(measured[name], usual, partial(_same_shape, places, place), beside))
-        rows += _scale_rows(measured[name].pair, input_scales.get(place.layer))
+        compared[name] = partial(
+            _compared, pairs[name], stored.get(name, ""), partial(_same_shape, places, place), beside
+        )
+        row, scheme = compared[name]()
+        rows.append(row)
+        if scheme is not None and row.own_expected:
+            schemes[row.kind] = scheme
+        rows += _scale_rows(pairs[name], input_scales.get(place.layer))
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        if row.own_expected and not row.fault:
+            errors.setdefault(row.kind, []).append(row.error)
+    for number, row in enumerate(rows):
+        small = row.role == "weight" and row.fault and not row.own_expected and row.kind in errors
+        if small and row.error <= _COARSER * median(errors[row.kind]):
+            rows[number], _ = compared[row.name](on_grid=True)
+    main = _main_kind([row for row in rows if row.kind in schemes])
+    rows = [_beside_most(row, pairs[row.name], schemes, main) if row.own_expected else row for row in rows]
     added = [place for name, place in served.items() if name not in places]
     return [*rows, *(TensorRow(place.name, place.role, "only here", place.size, 1.0) for place in added)]
 
@@ -222,21 +225,12 @@ class _Place:
         """The weight of a quantised layer on the CPU, as :meth:`matrix` is."""
         return None if self.quantized_weight is None else self.quantized_weight.to("cpu")
 
-    @property
-    def quantized(self) -> Fp8Weight | None:
-        """Values and scale of an fp8 weight."""
-        return _as_fp8(self.stored)
-
     def matrix(self) -> Tensor:
         """Return the numbers in fp32 on the CPU, [out, rest]; a vector is one row."""
         numbers = (
             self.tensor.float() if self.quantized_weight is None else self.quantized_weight.dequantize(torch.float32)
         )
         return numbers.cpu().reshape(1 if numbers.ndim < 2 else numbers.shape[0], -1)
-
-
-def _as_fp8(weight: QuantizedWeight | None) -> Fp8Weight | None:
-    return weight if isinstance(weight, Fp8Weight) else None
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -299,145 +293,121 @@ class _Pair:
         return self.merged and self.update is not None
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """A row before it is explained.
+def _compared(
+    pair: _Pair,
+    dtype: str,
+    others: Callable[[], Mapping[str, Tensor]],
+    updates: Mapping[str, LoraWeights],
+    on_grid: bool = False,
+) -> tuple[TensorRow, Scheme | None]:
+    """Measure one tensor, and say what was done to it if that is not just rounding.
 
-    ``settled``: nothing is wrong with it. ``on_grid``: in high precision, and on a grid that it does not tell.
-    ``lawful``: as rounding on that grid would have it. ``scheme``: of its format, where something rounds to it.
+    Args:
+        pair: the tensor twice.
+        dtype: its numbers' in the file, empty where that is as it is kept.
+        others: gives the reference's tensors of its shape. updates: the LoRA's of other layers.
+        on_grid: others of the file are dequantised, and err as much: a small one shows its grid badly.
+
+    Returns:
+        The row, and the scheme of its format, where something rounds to it.
     """
-
-    pair: _Pair
-    row: TensorRow
-    settled: bool
-    on_grid: bool = False
-    lawful: bool = False
-    scheme: Scheme | None = None
-
-
-class _Usual(NamedTuple):
-    """What most of the deployment's weights are like.
-
-    ``medians``: kind -> the median error of weights on a grid. ``main``: the kind of most, see :func:`_main_kind`, and
-    its ``scheme``.
-    """
-
-    medians: Mapping[str, float]
-    main: str
-    scheme: Scheme | None
-
-
-def _measure(pair: _Pair, dtype: str) -> _Measured:
-    """Measure one tensor; ``dtype``: its numbers' in the file, empty where that is as it is kept."""
     place, (high, numbers, delta, wanted) = pair.reference, pair.matrices()
     dtype = dtype or str(pair.deployed.tensor.dtype).removeprefix("torch.")
     row = TensorRow(place.name, place.role, dtype, high.numel(), relative(numbers, wanted))
-    if delta is None and (torch.equal(numbers, wanted) or same_in_bf16(numbers, wanted)):
-        return _Measured(pair, row, True)
+    if delta is None and same_in_bf16(numbers, wanted):
+        return row, None
     if not bool(torch.isfinite(numbers).all()):
-        return _Measured(pair, replace(row, error=1.0), False)
-    stored = pair.deployed.stored
-    quantized = _as_fp8(stored)
-    if quantized is not None:
-        row = replace(row, kind=f"{quantized.fp8.name} {quantized.granularity}")
-    elif stored is not None:
-        row = replace(row, kind=stored.scheme.describe())
-    elif (quantized := _on_a_casts_grid(numbers)) is not None:
-        row = replace(row, kind=f"{row.kind}, on the grid of {quantized.fp8.name} cast")
-    stored = stored or quantized
-    row = replace(row, gain=gain_of(numbers, wanted))
-    nearest = rounded(stored, wanted)
-    if quantized is not None:
-        zeros, subnormals, saturated = _shares(quantized, wanted)
+        return _diagnosed(replace(row, error=1.0), ServedMatrix(numbers), wanted, others), None
+    served, fresh = _served(pair, numbers, high, wanted, on_grid)
+    row = replace(row, kind=_kind(pair, dtype, served), gain=gain_of(numbers, wanted), own_expected=served.expected)
+    if served.fp8 is not None:
+        zeros, subnormals, saturated = _shares(served.fp8, wanted)
         row = replace(row, zeros=zeros, subnormals=subnormals, saturated=saturated)
-    if stored is not None:
-        row = replace(row, own_expected=relative(nearest, wanted))
     if delta is not None and bool(delta.any()):
-        base = high if stored is None else on_own_grid(stored, high)
-        found = share_in(numbers, high, base, delta, row.own_expected)
-        if pair.merged:
-            in_format = _in_bf16 if stored is None else partial(on_own_grid, stored)
-            found = with_merge(found, numbers, high, base, delta, in_format)
-        row = replace(
-            row, lora_share=found.share, lora_doubt=found.doubt, lora_kept=found.kept, lora_at_share=found.once
-        )
-        if pair.merged and rounds(stored):
-            row = replace(row, lora_dithered=_dithered(stored, base, delta))
-    if stored is not None:
-        return _judged(pair, row, stored, numbers, wanted, nearest)
-    if place.role != "weight" or same_in_bf16(numbers, wanted):
-        return _Measured(pair, row, same_in_bf16(numbers, wanted))
-    return _on_unknown_grid(pair, row, numbers, high, wanted)
+        row = _with_share(row, pair, served)
+    scheme = served.stored.scheme if served.stored is not None and rounds(served.stored) else None
+    if served.fits(wanted, high if pair.holds_update else None):
+        return _judged_by_format(row, served, wanted, fresh), scheme
+    if delta is not None and row.lora_share is not None and abs(row.lora_share - pair.merged) > SURE * row.doubt:
+        served = replace(served, merged=scheme is not None)
+        named, as_found = _by_its_update(row, served, pair, updates)
+        if named is not None:
+            return named, scheme
+        wanted = wanted if pair.merged else as_found
+        served = replace(served, merged=pair.holds_update or (not pair.merged and scheme is not None))
+    return _diagnosed(row, served, wanted, others), scheme
 
 
-def _on_unknown_grid(pair: _Pair, row: TensorRow, numbers: Tensor, high: Tensor, wanted: Tensor) -> _Measured:
-    """Judge a weight in high precision by the numbers that are in it, if it was dequantised."""
-    grid = seen_grid(numbers)
-    nearest, doubt = grid.on_grid(wanted), SURE * row.error / math.sqrt(row.size)
-    on_grid = distinct(numbers, 32) < _GRID * distinct(high.bfloat16(), 32)
-    if on_grid:
-        row = _with_factor(replace(row, own_expected=relative(nearest, wanted)), grid, numbers, wanted, nearest)
-    lawful = abs(row.gain - 1) < _GAIN + row.error**2 + doubt and not row.fault
-    lawful = lawful and rounded_on(grid, numbers, wanted, nearest)
-    if lawful and grid.too_fine and row.error > _CANNOT_TELL:
-        row = replace(row, diagnosis=f"on a fine grid that is not known: {row.error:.1%} cannot be told from rounding")
-    return _Measured(pair, row, False, on_grid, lawful)
+def _served(pair: _Pair, numbers: Tensor, high: Tensor, wanted: Tensor, on_grid: bool) -> tuple[ServedMatrix, Tensor]:
+    """Return the deployed matrix with the grid that it lies on, and what should be there as its format rounds it."""
+    stored, seen = pair.deployed.stored or _on_a_casts_grid(numbers), None
+    if stored is None and pair.reference.role == "weight" and not same_in_bf16(numbers, wanted):
+        shown = distinct(numbers, 32) < _GRID * distinct(high.bfloat16(), 32)
+        seen = seen_grid(numbers) if on_grid or shown else None
+    fresh = rounded(stored, wanted) if seen is None else seen.on_grid(wanted)
+    return ServedMatrix(numbers, stored, seen, relative(fresh, wanted), pair.holds_update), fresh
 
 
-def _with_factor(row: TensorRow, grid: Grid, numbers: Tensor, wanted: Tensor, nearest: Tensor) -> TensorRow:
-    """Name the factor of a weight that was multiplied before it was rounded on the ``grid``."""
-    gains = gain_of(nearest, wanted), 1 - row.own_expected**2
-    if max(abs(row.gain - gain) for gain in gains) < _GAIN / 3:
-        return row
-    factor = factor_on(grid, numbers, wanted, row.gain)
-    by_gain = row.gain / (gains[0] or 1.0)  # what rounding at random leaves as it is
-    if factor == 1 and abs(by_gain - 1) > _GAIN + _doubt_of_gain(numbers, nearest, wanted):
-        factor = by_gain if rounded_on(grid, numbers, by_gain * wanted) else 1.0
-    return row if factor == 1 else replace(row, fault="wrong_scale", diagnosis=f"times {factor:.3g}")
+def _kind(pair: _Pair, dtype: str, served: ServedMatrix) -> str:
+    if served.stored is None:
+        return dtype
+    if served.fp8 is None:
+        return served.stored.scheme.describe()
+    kind = f"{served.fp8.fp8.name} {served.fp8.granularity}"
+    return kind if pair.deployed.stored is not None else f"{dtype}, on the grid of {kind}"
 
 
-def _doubt_of_gain(numbers: Tensor, nearest: Tensor, wanted: Tensor) -> float:
-    """Return how far chance may move the gain of ``numbers`` from that of ``nearest``; few large numbers, far."""
-    return SURE * float(((numbers - nearest) * wanted).norm()) / float(wanted.square().sum() or 1.0)
+def _with_share(row: TensorRow, pair: _Pair, served: ServedMatrix) -> TensorRow:
+    """Add what is in the weight of its LoRA's update."""
+    high, numbers, delta, _ = pair.matrices()
+    assert delta is not None
+    stored = served.stored
+    base = high if stored is None else on_own_grid(stored, high)
+    found = share_in(numbers, high, base, delta, row.own_expected)
+    dithered = None
+    if pair.merged:
+        found = with_merge(found, numbers, high, base, delta, partial(on_own_grid, stored) if stored else _in_bf16)
+        dithered = _dithered(stored, base, delta) if stored is not None and rounds(stored) else None
+    return replace(
+        row,
+        lora_share=found.share,
+        lora_doubt=found.doubt,
+        lora_kept=found.kept,
+        lora_at_share=found.once,
+        lora_dithered=dithered,
+    )
 
 
-def _judged(
-    pair: _Pair, row: TensorRow, stored: QuantizedWeight, numbers: Tensor, wanted: Tensor, fresh: Tensor
-) -> _Measured:
-    """Judge a weight of a known format by what rounding costs with its own steps, and with ``fresh`` ones."""
-    twice, nearest = pair.holds_update, fresh
-    scheme = stored.scheme if rounds(stored) else None
-    if isinstance(stored, Fp8Weight):
-        good = honest(steps_of(stored, wanted, pair.reference.matrix() if twice else None), twice)
-    elif twice:
-        good = errs_like(numbers, nearest, wanted, _TWO_ROUNDINGS)
-    else:
-        most, nearest = EITHER_NEIGHBOUR if scheme else _SEARCHED, stored.on_grid(wanted)
-        good = rounded_on(stored, numbers, wanted, nearest)
-        if good and not errs_like(numbers, fresh, wanted, most):
-            times = row.error / row.own_expected if row.own_expected else math.inf
-            text = f"rounded {times:.1f} times as coarsely as {row.kind} has to"
-            row = replace(row, fault="mixed_formats", diagnosis=text)
-        row = _with_factor(row, stored, numbers, wanted, nearest)
-    off = abs(row.gain - gain_of(nearest, wanted)) - _doubt_of_gain(numbers, nearest, wanted)
-    return _Measured(pair, row, good and not row.fault and off <= _GAIN, scheme=scheme)
+def _judged_by_format(row: TensorRow, served: ServedMatrix, wanted: Tensor, fresh: Tensor) -> TensorRow:
+    """Name what is wrong with an honest rounding on its own grid: the format, or scales that make it too coarse."""
+    vector = row.role != "weight" or len(wanted) == 1
+    if vector and served.fp8 is not None:
+        return replace(row, fault="small_in_fp8", diagnosis=f"rounded to {served.fp8.fp8.name}")
+    most = TWO_ROUNDINGS if served.merged else EITHER_NEIGHBOUR if rounds(served.stored) else _SEARCHED
+    if served.stored is not None and not errs_like(served.numbers, fresh, wanted, most):
+        times = row.error / row.own_expected if row.own_expected else math.inf
+        text = f"rounded {times:.1f} times as coarsely as {row.kind} has to"
+        return replace(row, fault="mixed_formats", diagnosis=text)
+    if served.seen is not None and served.seen.too_fine and row.error > _CANNOT_TELL:
+        return replace(row, diagnosis=f"on a fine grid that is not known: {row.error:.1%} cannot be told from rounding")
+    return row
 
 
-def _dithered(stored: QuantizedWeight | None, base: Tensor, delta: Tensor) -> float:
+def _diagnosed(
+    row: TensorRow, served: ServedMatrix, wanted: Tensor, others: Callable[[], Mapping[str, Tensor]]
+) -> TensorRow:
+    fault, text = diagnose(served, wanted, others, row.name)
+    return replace(row, fault=fault, diagnosis=text)
+
+
+def _dithered(stored: QuantizedWeight, base: Tensor, delta: Tensor) -> float:
     """Return what stochastic rounding in the format of ``stored`` leaves of ``delta`` in a merge into ``base``."""
-    assert stored is not None
     made = round_like(stored, base + delta, "stochastic", generator("dithered", delta.numel()))
     return update_retention(made.dequantize(torch.float32), base, delta).gain
 
 
 def _in_bf16(numbers: Tensor) -> Tensor:
     return numbers.bfloat16().float()
-
-
-def _as_if_on_grid(measured: _Measured, usual: Mapping[str, float]) -> bool:
-    """Return whether a weight that errs as those on a grid do is one of them: a small one shows its grid badly."""
-    high = measured.row.role == "weight" and not measured.settled and measured.pair.deployed.stored is None
-    return high and not measured.row.own_expected and measured.row.error <= _COARSER * usual.get(measured.row.kind, 0.0)
 
 
 def _on_a_casts_grid(numbers: Tensor) -> Fp8Weight | None:
@@ -465,59 +435,23 @@ def _shares(quantized: Fp8Weight, wanted: Tensor) -> tuple[float, float, float]:
 
 
 def _main_kind(rows: Sequence[TensorRow]) -> str:
-    """Return the kind that most fp8 weights have, the finer of two that are as common; empty without any."""
-    in_fp8 = [row for row in rows if row.own_expected and row.role == "weight"]
-    counts = Counter(row.kind for row in in_fp8)
+    """Return the kind that most quantised weights have, the finer of two that are as common; empty without any."""
+    counts = Counter(row.kind for row in rows if row.role == "weight")
     return max(counts, key=lambda kind: (counts[kind], "e4m3fn" in kind), default="")
 
 
-def _expected(scheme: Scheme | None, wanted: Tensor) -> float:
-    """Return what rounding ``wanted`` to nearest costs by ``scheme``."""
-    fitting = scheme and scheme.fitting(wanted.shape)
-    return relative(fitting.quantize(wanted).dequantize(torch.float32), wanted) if fitting else 0.0
-
-
-def _explained(
-    measured: _Measured,
-    usual: _Usual,
-    others: Callable[[], Mapping[str, Tensor]],
-    updates: Mapping[str, LoraWeights],
-) -> TensorRow:
-    """Add to a row what is expected of it, and what was done to it if it is not that."""
-    pair, row, main, typical = measured.pair, measured.row, usual.main, usual.medians.get(measured.row.kind, 0.0)
-    vector = row.role != "weight" or pair.reference.shape[0] == 1
-    in_line = measured.on_grid and measured.lawful and row.error <= _OUT_OF_LINE * typical
-    if measured.on_grid:
-        own = typical if measured.lawful or not row.own_expected else row.own_expected
-        row = replace(row, expected=own, own_expected=own)
-    if (measured.settled or in_line) and not row.own_expected:
+def _beside_most(row: TensorRow, pair: _Pair, schemes: Mapping[str, Scheme], main: str) -> TensorRow:
+    """Add what the format of most weights, ``main``, would cost, and name one that is much coarser."""
+    expected, wanted = row.own_expected, pair.matrices()[3] if row.kind in schemes and row.kind != main else None
+    if wanted is not None and row.role == "weight" and len(wanted) > 1:
+        fitting = schemes[main].fitting(wanted.shape)
+        expected = relative(fitting.quantize(wanted).dequantize(torch.float32), wanted) if fitting else 0.0
+    row = replace(row, expected=expected)
+    if row.fault or row.own_expected <= _COARSER * expected + 1e-3:
         return row
-    _, numbers, delta, wanted = pair.matrices()
-    stored = pair.deployed.stored
-    if row.own_expected and not measured.on_grid:
-        plain = row.kind == main or vector or measured.scheme is None
-        row = replace(row, expected=row.own_expected if plain else _expected(usual.scheme, wanted))
-    quantized = _as_fp8(stored) if measured.on_grid or stored is not None else _on_a_casts_grid(numbers)
-    if measured.settled or in_line:
-        return _judged_by_format(row, quantized, main, vector)
-    if row.fault == "wrong_scale":
-        return row
-    grid = seen_grid(numbers) if measured.on_grid else None if quantized is not None else stored
-    served = ServedMatrix(numbers, quantized, row.own_expected, pair.holds_update, stored or quantized, grid)
-    if delta is not None and row.lora_share is not None and abs(row.lora_share - pair.merged) > SURE * row.doubt:
-        named, as_found = _by_its_update(row, replace(served, merged=bool(row.own_expected)), pair, updates)
-        if named is not None:
-            return named
-        if not pair.merged:
-            wanted, served = as_found, replace(served, merged=quantized is not None or rounds(stored))
-    if vector and quantized is not None and honest(steps_of(quantized, wanted)):
-        return _judged_by_format(row, quantized, main, vector)
-    fault, text = diagnose(served, wanted, others, row.name)
-    if fault == "ruined_layer" and row.fault:
-        return row
-    if fault == "ruined_layer" and measured.on_grid and measured.lawful and typical:
-        fault, text = "mixed_formats", f"rounded {row.error / typical:.1f} times as coarsely as the median layer"
-    return replace(row, fault=fault, diagnosis=text)
+    times = row.own_expected / expected if expected else math.inf
+    text = f"in {row.kind}, which errs {times:.1f} times what {main} would"
+    return replace(row, fault="mixed_formats", diagnosis=text)
 
 
 def _by_its_update(
@@ -526,45 +460,31 @@ def _by_its_update(
     """Return the row if what is wrong with it is which update it holds, or how much of it; and that sum."""
     high, numbers, delta, wanted = pair.matrices()
     assert delta is not None
-    assert row.lora_share is not None
     if pair.merged and (moved := moved_update(numbers - high, delta, updates)):
         cause, words, held = moved
         if served.fits(high + held) or relative(numbers, high + held) < _IN_BF16:
             return replace(row, fault=cause, diagnosis=words), high + held
-    exact = nearest_candidate(ServedMatrix(numbers), wanted, SIMPLE) if served.stored is None else None
-    if exact is not None:
-        return replace(row, fault=exact[1][0], diagnosis=exact[1][1]), wanted
     found = share_in(numbers, high, high, delta, row.own_expected)
-    as_found, gains = high + found.share * delta, torch.full((1, 1), found.gain)
-    far = relative(served.over(gains), as_found)
-    if not served.fits(as_found, gains) and far > _IN_BF16:
-        return None, as_found
+    as_found = high + found.share * delta
+    far = relative(numbers, found.gain * as_found)
     simple = nearest_candidate(served, wanted, SIMPLE) if far > 1.1 * row.own_expected else None
     if simple is not None and simple[0] < 0.9 * far:
         return replace(row, fault=simple[1][0], diagnosis=simple[1][1]), as_found
+    if far > _IN_BF16 and not served.fits(found.gain * as_found):
+        return None, as_found
     if found.gain == 1:
         return row, as_found
-    words = f"times {found.gain:.3g}, and holds {found.share:.2f} of the update"
-    words = words if abs(found.share - pair.merged) > _SHARE else f"times {found.gain:.3g}"
+    words = f"times {found.gain:.3g}"
+    if abs(found.share - pair.merged) > _SHARE:
+        words = f"{words}, and holds {found.share:.2f} of the update"
     return replace(row, fault="wrong_scale", diagnosis=words), as_found
-
-
-def _judged_by_format(row: TensorRow, quantized: Fp8Weight | None, main: str, vector: bool) -> TensorRow:
-    """Name what is an honest rounding in a format that it should not have."""
-    if vector and quantized is not None:
-        return replace(row, fault="small_in_fp8", diagnosis=f"rounded to {quantized.fp8.name}")
-    if row.own_expected > _COARSER * row.expected + 1e-3:
-        times = row.own_expected / row.expected if row.expected else math.inf
-        text = f"in {row.kind}, which errs {times:.1f} times what {main} would"
-        return replace(row, fault="mixed_formats", diagnosis=text)
-    return row
 
 
 def _scale_rows(pair: _Pair, input_scale: Tensor | None) -> list[TensorRow]:
     """Return rows of a layer's scales; one that is not the reference's own is no fault while the numbers are right."""
     rows, place = [], pair.reference
-    quantized = _as_fp8(pair.deployed.quantized_weight)
-    if quantized is not None and quantized.scale is not None:
+    quantized = pair.deployed.quantized_weight
+    if isinstance(quantized, Fp8Weight) and quantized.scale is not None:
         scale = quantized.factors.cpu()
         fresh = quantized.scheme.steps(quantized.scheme.magnitudes(place.matrix()))
         error = relative(scale, fresh) if fresh is not None else 0.0
@@ -601,10 +521,11 @@ def module_difference(reference: nn.Module, deployed: nn.Module) -> str:
         high, numbers = place.matrix(), found[name].matrix()
         if torch.equal(numbers, high):
             continue
-        if cast := _cast_of(high, numbers, found[name].quantized):
-            casts[cast] += 1
+        served = ServedMatrix(numbers, found[name].stored or _on_a_casts_grid(numbers))
+        if served.fits(high):
+            casts[_cast_of(served)] += 1
             continue
-        fault, text = diagnose(ServedMatrix(numbers, found[name].quantized), high)
+        fault, text = diagnose(served, high)
         others.append((relative(numbers, high), name, text))
         ranks += [name] if fault == "other_lora" else []
     tensors = len(expected)
@@ -621,14 +542,8 @@ def module_difference(reference: nn.Module, deployed: nn.Module) -> str:
     return f"{what}; {casts.total()} more are {rounded_to}" if casts else what
 
 
-def _cast_of(high: Tensor, numbers: Tensor, quantized: Fp8Weight | None) -> str:
-    """Return the dtype that makes ``numbers`` of ``high``, by rounding honestly; empty if none does."""
-    for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(numbers, high.to(dtype).float()):
-            return str(dtype).removeprefix("torch.")
-    if same_in_bf16(numbers, high):
-        return "bfloat16"
-    quantized = quantized or _on_a_casts_grid(numbers)
-    if quantized is not None and honest(steps_of(quantized, high)):
-        return quantized.fp8.name
-    return ""
+def _cast_of(served: ServedMatrix) -> str:
+    if served.stored is not None:
+        return served.fp8.fp8.name if served.fp8 is not None else served.stored.scheme.describe()
+    in_bf16 = torch.equal(served.numbers, _in_bf16(served.numbers))
+    return "bfloat16" if in_bf16 else "float16"

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from library.fidelity.grids import dot, gain_of, relative
 from library.fidelity.misreadings import misread
 from library.fidelity.rounding_laws import (
     CHUNK,
@@ -23,11 +24,9 @@ from library.fidelity.rounding_laws import (
     RARE,
     Candidate,
     ServedMatrix,
-    dot,
-    gain_of,
     group_gains,
     over_scale,
-    relative,
+    spread,
     steps_of,
 )
 from library.precision.files.fp8 import Fp8Weight
@@ -74,16 +73,14 @@ def nearest_candidate(served: ServedMatrix, wanted: Tensor, attempts: Sequence[A
     best: Nearest | None = None
     for attempt in attempts:
         for each in attempt(served, wanted):
-            read = served
-            if each.numbers is not None:
-                read = replace(served, numbers=each.numbers, quantized=None, stored=None, grid=None)
-            gains, words = each.gains, each.words
-            gain = 1.0 if gains is not None or read.fits(each.wanted) else gain_of(read.numbers, each.wanted)
-            if abs(gain - 1) > 0.006 and abs(gain) > 0.01:
-                gains, words = torch.full((1, 1), gain), f"{words}, and times {_factor(gain, served.expected)}"
-            if not read.fits(each.wanted, gains):
+            read = served if each.numbers is None else replace(served, numbers=each.numbers, stored=None, seen=None)
+            made, words = each.wanted, each.words
+            if not (fits := read.fits(made)) and abs(factor := read.factor(made)) > 0.01:
+                made, words = factor * made, f"{words}, and times {_factor(factor, served.expected)}"
+                fits = abs(factor - 1) > 0.006 and read.fits(made)
+            if not fits:
                 continue
-            far = relative(read.over(gains), each.wanted)
+            far = relative(read.numbers, made)
             if far <= 1.1 * served.expected or not served.expected:
                 return far, (each.cause, words)
             if best is None or best[0] > _AS_NEAR * far:
@@ -92,14 +89,13 @@ def nearest_candidate(served: ServedMatrix, wanted: Tensor, attempts: Sequence[A
 
 
 def _misrounded(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
-    if served.quantized is None:
+    if (weight := served.fp8) is None:
         return None
-    if found := _by_way_of_e5m2(served, wanted):
+    if found := _by_way_of_e5m2(weight, relative(served.numbers, wanted)):
         return found
-    steps = steps_of(served.quantized, wanted)
-    only_flushed = steps.flushed > 0.5 and _beyond_are_flushed(served.quantized, wanted)
-    if only_flushed:
-        return "rounding_mode", f"numbers below {served.quantized.fp8.min_normal:g} times the scale became zero"
+    steps = steps_of(weight, wanted)
+    if steps.flushed > 0.5 and _beyond_are_flushed(weight, wanted):
+        return "rounding_mode", f"numbers below {weight.fp8.min_normal:g} times the scale became zero"
     if steps.beyond > RARE or steps.farthest > MOST + 2:
         return None
     if abs(steps.drift) > 0.3 and steps.against < _ONE_SIDE:
@@ -117,17 +113,14 @@ def _beyond_are_flushed(served: Fp8Weight, wanted: Tensor) -> bool:
     return steps_of(served, kept).beyond <= RARE
 
 
-def _by_way_of_e5m2(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
+def _by_way_of_e5m2(weight: Fp8Weight, error: float) -> Diagnosis | None:
     """Numbers of two mantissa bits in a format of three."""
-    assert served.quantized is not None
-    if served.quantized.fp8.mantissa_bits != 3:
-        return None
-    bits = served.quantized.values.view(torch.uint8)
+    bits = weight.values.view(torch.uint8)
     normal = (bits & 0x7F) >= 0x08
-    odd = float((bits[normal] & 1).float().mean()) if bool(normal.any()) else 1.0
-    if odd > 0.01 or relative(served.numbers, wanted) > 0.12:
+    if weight.fp8.mantissa_bits != 3 or error > 0.12 or not bool(normal.any()):
         return None
-    return "mixed_formats", "rounded to e5m2 before it was stored in e4m3fn"
+    odd = float((bits[normal] & 1).float().mean())
+    return ("mixed_formats", "rounded to e5m2 before it was stored in e4m3fn") if odd <= 0.01 else None
 
 
 def _zeroed(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
@@ -148,10 +141,10 @@ def _zeroed(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
 
 
 def _scaled(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
-    gain = gain_of(served.numbers, wanted)
-    if abs(gain - 1) > _GAIN:
-        words = "its sign is flipped" if abs(gain + 1) < _FACTOR else f"times {_factor(gain, served.expected)}"
-        yield Candidate("wrong_scale", words, wanted, torch.full((1, 1), gain))
+    factor = served.factor(wanted)
+    if abs(factor - 1) > _GAIN:
+        words = "its sign is flipped" if abs(factor + 1) < _FACTOR else f"times {_factor(factor, served.expected)}"
+        yield Candidate("wrong_scale", words, factor * wanted)
 
 
 def _rescaled(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
@@ -172,9 +165,8 @@ def _rescaled(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
         words = f"{what} times {_factor(float(values.mean()) if alike else low, served.expected)}"
         if abs(low + 1) < _FACTOR and abs(high + 1) < _FACTOR:
             words = f"the sign of {what} is flipped"
-        yield Candidate(
-            "wrong_scale", moved or (words if alike else f"{words} to {_factor(high, served.expected)}"), wanted, gains
-        )
+        words = moved or (words if alike else f"{words} to {_factor(high, served.expected)}")
+        yield Candidate("wrong_scale", words, wanted * spread(torch.where(off, gains, 1.0), wanted))
 
 
 def _factor(gain: float, expected: float) -> str:
@@ -258,7 +250,7 @@ def _permuted(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
         yield Candidate("permuted", text, other)
         gains = group_gains(served.numbers, other, served.numbers.shape[0], 1)
         if bool((gains.abs() > 1e-4).all()):
-            yield Candidate("permuted", f"{text}, under the scales of the others", other, gains)
+            yield Candidate("permuted", f"{text}, under the scales of the others", other * gains)
 
 
 def _order(found: Tensor, right: Tensor) -> Tensor:

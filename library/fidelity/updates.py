@@ -21,11 +21,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from library.fidelity.rounding_laws import dot, gain_of, relative
+from library.fidelity.grids import SURE, dot, gain_of, relative
 from library.precision.parity.layer_errors import update_retention
 from networks.files.weights import LoraWeights
 
-SURE = 5.0  # standard errors
 _CLEARLY = 2.0  # times what the layer's own update takes away; updates of layers with the same inputs are alike
 _ROWS = 512  # that are looked at of another layer's update
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from library.fidelity.rounding_laws import ServedMatrix, relative
+from library.fidelity.grids import relative
+from library.fidelity.rounding_laws import ServedMatrix
 from library.fidelity.transformations import diagnose
 from library.precision.files.base import QuantizedWeight
 from library.precision.files.comfy_quant import from_tiles, to_tiles
@@ -62,7 +63,7 @@ def said(made: QuantizedWeight | None, wanted: Tensor, name: str = "bf16", other
     if made is not None:
         numbers = made.dequantize(torch.float32)
     assert numbers is not None
-    served = ServedMatrix(numbers, made if isinstance(made, Fp8Weight) else None, expected, stored=made)
+    served = ServedMatrix(numbers, made, expected=expected)
     return diagnose(served, wanted, lambda: others or {}, "own")
 
 
@@ -194,7 +195,6 @@ def test_an_honest_matrix_fits(name: str) -> None:
         scheme: Any = (Mxfp8Scheme() if name == "mxfp8" else scheme_named(name)).fitting(w.shape)
         nearest = scheme.quantize(w).dequantize(torch.float32)
         made = scheme.quantize(w, stochastic=stochastic, generator=torch.Generator().manual_seed(1))
-        quantized = made if isinstance(made, Fp8Weight) else None
-        served = ServedMatrix(made.dequantize(torch.float32), quantized, relative(nearest, w), stored=made)
+        served = ServedMatrix(made.dequantize(torch.float32), made, expected=relative(nearest, w))
         assert served.fits(w)
         assert not served.fits(0.9 * w)
