@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from library.fidelity.grids import Grid, SeenGrid, errs_like, factor_on, gain_of, relative, rounded_on, same_gain
+from library.fidelity.grids import SURE, Grid, SeenGrid, errs_like, factor_on, gain_of, relative, rounded_on, same_gain
 from library.precision.files.base import QuantizedWeight
 from library.precision.files.fp8 import Fp8Weight
 
@@ -87,6 +87,10 @@ class ServedMatrix:
             return self._near(wanted) if self.expected else same_in_bf16(self.numbers, wanted)
         if self.fp8 and self.merged == (base is not None) and not honest(steps_of(self.fp8, wanted, base), self.merged):
             return False
+        if self.seen is not None:  # which cannot tell what was clipped
+            error = relative(self.numbers, wanted)
+            if abs(gain_of(self.numbers, wanted) - 1) > 0.006 + error**2 + SURE * error / math.sqrt(wanted.numel()):
+                return False
         if not self.merged:
             return rounded_on(grid, self.numbers, wanted)
         nearest = grid.on_grid(wanted)

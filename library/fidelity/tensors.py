@@ -1,11 +1,9 @@
 """Every tensor of the deployed model beside the reference's, and what was done to those that are not just rounded.
 
-First every tensor is measured: its error, what rounding to nearest in its format costs, how the errors lie in steps of
-the format (``rounding_laws``) or on the grid that its scales make (``grids``), and which share of the LoRA's update
-is in it. Nothing of that is taken from other layers of the file. From all rows together follows the format that most
-weights have, and the error of the median layer where weights lie on an unknown grid (a dequantised nf4, int8 or GGUF
-model): one that is far coarser is named. Those that do not bear themselves as expected are diagnosed, a tensor at a
-time, against candidates made from the reference.
+Every tensor is measured by itself: its error, what rounding to nearest in its format costs, which share of the LoRA's
+update is in it, and whether it is an honest rounding on its own grid (``ServedMatrix.fits``). What is none is diagnosed
+against candidates made from the reference. All rows together say only two things: which format most weights have, so
+that a much coarser one is named, and whether the file is a dequantised copy, whose small layers show their grid badly.
 
 What a LoRA left in a weight is ``<S - W, D> / <D, D>`` for the served weight S, the reference's W as rounded without
 it, and the update D. Rounding's noise, of rms s a number, moves it by ``s / |D|``: small layers are known badly, and
@@ -327,7 +325,9 @@ def _compared(
         row = _with_share(row, pair, served)
     scheme = served.stored.scheme if served.stored is not None and rounds(served.stored) else None
     if served.fits(wanted, high if pair.holds_update else None):
-        return _judged_by_format(row, served, wanted, fresh), scheme
+        row = _judged_by_format(row, served, wanted, fresh)
+        if row.fault != "mixed_formats":
+            return row, scheme
     if delta is not None and row.lora_share is not None and abs(row.lora_share - pair.merged) > SURE * row.doubt:
         served = replace(served, merged=scheme is not None)
         named, as_found = _by_its_update(row, served, pair, updates)
@@ -396,8 +396,9 @@ def _judged_by_format(row: TensorRow, served: ServedMatrix, wanted: Tensor, fres
 def _diagnosed(
     row: TensorRow, served: ServedMatrix, wanted: Tensor, others: Callable[[], Mapping[str, Tensor]]
 ) -> TensorRow:
+    """Say what was done to it; where that is not known, what was said already."""
     fault, text = diagnose(served, wanted, others, row.name)
-    return replace(row, fault=fault, diagnosis=text)
+    return row if row.fault and fault == "ruined_layer" else replace(row, fault=fault, diagnosis=text)
 
 
 def _dithered(stored: QuantizedWeight, base: Tensor, delta: Tensor) -> float:

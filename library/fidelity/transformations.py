@@ -165,8 +165,9 @@ def _rescaled(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
         words = f"{what} times {_factor(float(values.mean()) if alike else low, served.expected)}"
         if abs(low + 1) < _FACTOR and abs(high + 1) < _FACTOR:
             words = f"the sign of {what} is flipped"
+        gains = gains if moved else torch.where(off, gains, 1.0)
         words = moved or (words if alike else f"{words} to {_factor(high, served.expected)}")
-        yield Candidate("wrong_scale", words, wanted * spread(torch.where(off, gains, 1.0), wanted))
+        yield Candidate("wrong_scale", words, wanted * spread(gains, wanted))
 
 
 def _factor(gain: float, expected: float) -> str:

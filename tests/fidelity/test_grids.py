@@ -259,6 +259,16 @@ def test_a_change_in_all_layers_is_named(name: str, change: str) -> None:
     assert any(words in text for _, _, text in found)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "nf4", "Q4_0"])
+def test_rows_in_another_order_and_a_factor_are_both_named_on_a_coarse_grid(name: str) -> None:
+    def change(layer: str, weight: Tensor) -> Tensor:
+        return 0.9 * weight[torch.randperm(len(weight), generator=seeded(1))] if layer == "ff.up" else weight
+
+    ((cause, _, evidence),) = findings(*models(FORMATS[name], 0, change))
+    assert cause == "permuted"
+    assert "rows are in another order (0-159), and times 0.9" in evidence
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", FORMATS)
