@@ -6,18 +6,12 @@ under bf16 autocast. Time as ``bench.measure`` takes it; memory is the peak of a
 and optimizer included. With ``--compile`` the same once more through ``torch.compile``: ours block by block as
 ``train_llm.py`` does it, the others whole; memory is not measured then, the compiler has more.
 
-``--beside`` takes other programs in, from ``PYTHONPATH``: ``litgpt`` (its package) for the Llama, ``nanogpt`` (a
-checkout of karpathy/nanoGPT, whose module is called ``model``) for the GPT-2, ``nanochat`` (a checkout of
-karpathy/nanochat) beside the Llama. Weights and work are the same but for nanochat, which trains its own architecture
-only: of these sizes it multiplies as many weights as the Llama, and adds embeddings that are looked up.
-
-    python bench/llm_train.py [--json PATH] [--rounds 5] [--threads 1] [--family gpt2 llama] [--compile] [--beside ...]
+    python bench/llm_train.py [--json PATH] [--rounds 5] [--threads 1] [--family gpt2 llama] [--compile]
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,21 +39,19 @@ SIZES = {"gpt2": "gpt2-tiny", "llama": "llama-tiny"}  # vocabulary 8192, width 3
 
 
 class Implementation(NamedTuple):
-    """How a program builds a model in a precision, and its loss of tokens and targets [B, S]."""
+    """How a program builds a model, and its loss of tokens and targets [B, S]."""
 
-    build: Callable[[LMConfig, str], nn.Module]
+    build: Callable[[LMConfig], nn.Module]
     loss: Callable[[Any, Tensor, Tensor], Tensor]
-    families: tuple[str, ...] = tuple(SIZES)
-    autocasts: bool = True
 
 
-def tandem_model(config: LMConfig, _: str = "") -> TransformerLM:
+def tandem_model(config: LMConfig) -> TransformerLM:
     """Return Tandem's model as ``train_llm.py`` trains it, in a process that trains nothing else."""
     keep_freed_memory()
     return TransformerLM(config).initialise()
 
 
-def transformers_model(config: LMConfig, _: str = "") -> nn.Module:
+def transformers_model(config: LMConfig) -> nn.Module:
     """Return transformers' model of these sizes, without dropout."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -69,7 +61,7 @@ def transformers_model(config: LMConfig, _: str = "") -> nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values, **dropout))
 
 
-def textbook_model(config: LMConfig, _: str = "") -> Decoder:
+def textbook_model(config: LMConfig) -> Decoder:
     """Return the walk-through's model: separate projections, angles made in every layer, all logits at once."""
     sizes = Sizes(
         config.padded_vocab_size,
@@ -85,72 +77,6 @@ def textbook_model(config: LMConfig, _: str = "") -> Decoder:
     return Decoder(sizes, GPT2 if config.family == "gpt2" else replace(LLAMA2, tied=config.tied))
 
 
-def _nanogpt_model(config: LMConfig, _: str) -> nn.Module:
-    from model import GPT, GPTConfig  # type: ignore[import-not-found]  # what nanoGPT's file is called
-
-    sizes = GPTConfig(
-        block_size=config.context,
-        vocab_size=config.padded_vocab_size,
-        n_layer=config.layers,
-        n_head=config.heads,
-        n_embd=config.width,
-        dropout=0.0,
-        bias=True,
-    )
-    return GPT(sizes)
-
-
-def _litgpt_model(config: LMConfig, _: str) -> Any:
-    from litgpt import GPT, Config  # type: ignore[import-not-found]
-
-    sizes = Config(
-        block_size=config.context,
-        vocab_size=config.padded_vocab_size,
-        padded_vocab_size=config.padded_vocab_size,
-        n_layer=config.layers,
-        n_head=config.heads,
-        n_query_groups=config.kv_heads,
-        n_embd=config.width,
-        head_size=config.head_dim,
-        intermediate_size=config.hidden,
-        rotary_percentage=1.0,
-        bias=False,
-        parallel_residual=False,
-        norm_class_name="RMSNorm",
-        norm_eps=config.norm_eps,
-        mlp_class_name="LLaMAMLP",
-        rope_base=int(config.rope_theta),
-    )
-    model = GPT(sizes)
-    model.lm_head.weight = model.transformer.wte.weight
-    nn.init.normal_(model.lm_head.weight, std=0.02)
-    return model
-
-
-def _litgpt_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    from litgpt.utils import chunked_cross_entropy  # type: ignore[import-not-found]
-
-    return chunked_cross_entropy(model(tokens), targets)
-
-
-def _nanochat_model(config: LMConfig, precision: str) -> nn.Module:
-    os.environ["NANOCHAT_DTYPE"] = "float32" if precision == "fp32" else "bfloat16"  # read as it is imported
-    from nanochat.gpt import GPT, GPTConfig  # type: ignore[import-not-found]
-
-    sizes = GPTConfig(
-        sequence_len=config.context,
-        vocab_size=config.padded_vocab_size,
-        n_layer=config.layers,
-        n_head=config.heads,
-        n_kv_head=config.kv_heads,
-        n_embd=config.width,
-        window_pattern="L",
-    )
-    model = GPT(sizes)
-    model.init_weights()
-    return model
-
-
 def _loss_of_logits(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     logits = model(tokens)
     logits = getattr(logits, "logits", logits)
@@ -161,19 +87,11 @@ def _own_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     return model(tokens.contiguous(), targets.contiguous())
 
 
-def _nanogpt_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    return _own_loss(model, tokens, targets)[1]
-
-
 IMPLEMENTATIONS = {
     "tandem": Implementation(tandem_model, _own_loss),
     "transformers": Implementation(transformers_model, _loss_of_logits),
     "textbook": Implementation(textbook_model, _loss_of_logits),
-    "nanogpt": Implementation(_nanogpt_model, _nanogpt_loss, ("gpt2",)),
-    "litgpt": Implementation(_litgpt_model, _litgpt_loss, ("llama",)),
-    "nanochat": Implementation(_nanochat_model, _own_loss, ("llama",), autocasts=False),
 }
-WHO = ("tandem", "transformers", "textbook")
 
 
 class LMStepper:
@@ -184,7 +102,7 @@ class LMStepper:
     def __init__(self, who: str, model: nn.Module, tokens: Tensor, bf16: bool) -> None:
         self._own = IMPLEMENTATIONS[who]
         self._model, self._parameters, self._tokens = model, [*model.parameters()], tokens
-        self._autocast = bf16 and self._own.autocasts
+        self._autocast = bf16
         self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, fused=True)
 
     def step(self) -> float:
@@ -198,17 +116,17 @@ class LMStepper:
         return loss.item()
 
 
-def build(who: str, family: str, precision: str = "fp32") -> nn.Module:
+def build(who: str, family: str) -> nn.Module:
     """Return a freshly initialised model."""
     torch.manual_seed(0)
-    return IMPLEMENTATIONS[who].build(preset(SIZES[family]), precision)
+    return IMPLEMENTATIONS[who].build(preset(SIZES[family]))
 
 
 def build_step(
     who: str, family: str, precision: str, compiled: bool = False, batch: int = BATCH, length: int = LENGTH
 ) -> LMStepper:
     """Load a case."""
-    model: Any = build(who, family, precision)
+    model: Any = build(who, family)
     if compiled:
         model = compile_regions(model) if who == "tandem" else torch.compile(model)
     tokens = torch.randint(0, 8192, (batch, length + 1), generator=torch.Generator().manual_seed(0))
@@ -222,14 +140,13 @@ def training_rows(table: Table, options: Any) -> dict[str, float]:
         options.family, PRECISIONS, [False, True] if options.compile else [False]
     ):
         name = f"{family} {precision}{' compiled' if compiling else ''}"
-        programs = [who for who in (*WHO, *options.beside) if family in IMPLEMENTATIONS[who].families]
-        cases: dict[str, Case] = {who: (build_step, (who, family, precision, compiling)) for who in programs}
+        cases: dict[str, Case] = {who: (build_step, (who, family, precision, compiling)) for who in IMPLEMENTATIONS}
         found = measure(cases, options.rounds, memory=not compiling, threads=options.threads)
         for who, row in found.items():
             speed = {"tokens_per_s": round(BATCH * LENGTH / row["step_s"])}
             memory = {} if compiling else {"peak_mib": round(row["peak_mib"])}
             table.add({"case": name, "implementation": who} | speed | memory)
-        ours, theirs = found["tandem"], [found[who] for who in programs[1:]]
+        ours, theirs = found["tandem"], [row for who, row in found.items() if who != "tandem"]
         ratios[f"speed_over_best {name}"] = round(min(row["step_s"] for row in theirs) / ours["step_s"], 3)
         if not compiling:
             least = min(row["peak_mib"] for row in theirs)
@@ -244,7 +161,6 @@ def main() -> None:
     parser.add_argument("--family", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--threads", type=int, default=1, help="of a case; above 1 time is the clock's (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="also through torch.compile")
-    parser.add_argument("--beside", nargs="+", choices=[*IMPLEMENTATIONS][len(WHO) :], default=[], help="in PYTHONPATH")
     options = parser.parse_args()
     table = Table({"case": "<31", "implementation": "<14", "tokens_per_s": "12,", "peak_mib": "8"})
     finish(table.rows, training_rows(table, options), options.json)

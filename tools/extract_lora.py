@@ -7,7 +7,7 @@
 
 ``--dim`` is the rank of every layer; ``resize_lora.py`` then gives each layer a rank of its own. The models may lie in
 different layouts (diffusers folder, original or ComfyUI's single file) and in fp8; two tensors are in memory at a time.
-At the end the layers are shown with the share they keep. Biases and norms have no place in a LoRA.
+At the end you see how much of the difference the LoRA keeps. Biases and norms have no place in a LoRA.
 """
 
 from __future__ import annotations
@@ -20,44 +20,23 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.table import Table
-
 from library import __version__
 from library.checksums import weights_fingerprint
 from library.errors import UserError, counted, exit_on_user_error
 from library.models.hub import find_model
-from library.training.report.progress import plain_table
 from tools.command import (
     add_lora_output,
     check_lora_output,
     count,
     device_and_dtype,
     show_progress,
-    tool_console,
     tool_parser,
-    value_range,
 )
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets
     from networks.files.base import Base
-    from networks.merging.extraction import ExtractedLayer, Extraction
-
-
-def layer_table(layers: list[ExtractedLayer], targets: LoraTargets) -> Table:
-    """Return a table of kinds: layers, ranks, norm of the difference, share of its sum of squares that is kept."""
-    kinds: dict[str, list[ExtractedLayer]] = {}
-    for layer in layers:
-        kind = targets.group_of(layer.name)
-        kinds.setdefault(kind.name if kind else layer.name, []).append(layer)
-    table = plain_table("layers", "count", "rank", "norm", "kept", "least kept")
-    for name, group in kinds.items():
-        ranks = value_range(layer.rank for layer in group)
-        energy = sum(layer.norm**2 for layer in group)
-        kept = sum(layer.norm**2 * layer.kept for layer in group) / energy
-        least = min(layer.kept for layer in group)
-        table.add_row(name, str(len(group)), ranks, f"{energy**0.5:.3g}", f"{kept:.2%}", f"{least:.2%}")
-    return table
+    from networks.merging.extraction import Extraction
 
 
 def model_targets(model: Base) -> LoraTargets:
@@ -71,8 +50,8 @@ def model_targets(model: Base) -> LoraTargets:
     return rows[0]
 
 
-def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
-    """Extract and write the LoRA that the command line asks for; return it with its family's row."""
+def extract(options: argparse.Namespace) -> Extraction:
+    """Extract and write the LoRA that the command line asks for; return it."""
     from library.models.registry import lora_targets
     from networks.files.base import open_base
     from networks.files.metadata import build_metadata
@@ -103,7 +82,7 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
     comment = f"extracted from {options.model_tuned.name}"
     saved_as = SavedAs(options.save_format, options.save_precision or "bf16")
     save_derived_lora(options.save_to, found.weights, targets, metadata, comment, (), saved_as)
-    return found, targets
+    return found
 
 
 @exit_on_user_error
@@ -116,12 +95,13 @@ def main() -> None:
     parser.add_argument("--device", help="where to decompose (default: a GPU if there is one)")
     add_lora_output(parser, "bf16")
     options = parser.parse_args()
-    found, targets = extract(options)
-    console = tool_console()
-    console.print(layer_table(found.layers, targets))
+    found = extract(options)
     for note in found.notes:
-        console.print(f"note: {note}")
-    console.print(f"{options.save_to}: {counted(len(found.layers), 'layer')}, equal ones left out: {found.equal}")
+        print(f"note: {note}")
+    print(
+        f"{options.save_to}: {counted(len(found.weights), 'layer')}, equal ones left out: {found.equal}; "
+        f"at least {min(found.kept.values()):.2%} of each difference kept"
+    )
 
 
 if __name__ == "__main__":

@@ -26,21 +26,18 @@ from networks.merging.low_rank import Spectrum, decompose
 
 
 @dataclass(frozen=True)
-class ExtractedLayer:
-    """One layer: rank, Frobenius norm of the difference, and the share of its sum of squares that the LoRA keeps."""
-
-    name: str
-    rank: int
-    norm: float
-    kept: float
-
-
-@dataclass(frozen=True)
 class Extraction:
-    """The LoRA, its layers in the models' order, how many layers are equal, and what a LoRA cannot hold."""
+    """What was extracted.
+
+    Attributes:
+        weights: the LoRA, its layers in the models' order.
+        kept: layer -> the share of its difference's sum of squares that the LoRA has.
+        equal: how many layers are.
+        notes: what a LoRA cannot hold.
+    """
 
     weights: dict[str, LoraWeights]
-    layers: list[ExtractedLayer]
+    kept: dict[str, float]
     equal: int
     notes: list[str]
 
@@ -83,7 +80,7 @@ def extract_lora(
             pairs.append(_pair((before, after), encoder.keys, f"{encoder.name}.", name))
     total, done = sum(len(pair.places[0]) for pair in pairs), 0
     weights: dict[str, LoraWeights] = {}
-    layers: list[ExtractedLayer] = []
+    kept: dict[str, float] = {}
     for pair in pairs:
         for name in pair.places[0]:
             if spectrum := _layer(pair, name, dim, device):
@@ -91,13 +88,13 @@ def extract_lora(
                 lora = spectrum.lora(rank)
                 full = pair.prefix + name
                 weights[full] = LoraWeights(lora.down.cpu().contiguous(), lora.up.cpu().contiguous(), lora.alpha)
-                layers.append(ExtractedLayer(full, rank, spectrum.energy**0.5, spectrum.kept(rank)))
+                kept[full] = spectrum.kept(rank)
             done += 1
             progress(done, total)
-    if not layers:
+    if not weights:
         raise UserError(f"{tuned.path}: its linear layers are those of {original.path}; there is nothing to extract")
     notes = [note for pair in pairs for note in _other_differences(pair)]
-    return Extraction(weights, layers, total - len(layers), notes)
+    return Extraction(weights, kept, total - len(weights), notes)
 
 
 def _pair(weights: tuple[WeightFiles, WeightFiles], keys: KeyNames, prefix: str, model_name: str) -> _Pair:

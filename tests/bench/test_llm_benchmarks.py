@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bench.llm_generate as llm_generate
-from bench.llm_train import SIZES, WHO, build, build_step
+from bench.llm_train import IMPLEMENTATIONS, SIZES, build, build_step
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import preset
@@ -19,9 +19,9 @@ from tools.command import load_language_model
 
 @pytest.mark.parametrize("family", SIZES)
 def test_everyone_has_as_many_weights_and_begins_at_the_same_loss(family: str) -> None:
-    counts = {who: sum(p.numel() for p in build(who, family).parameters()) for who in WHO}
+    counts = {who: sum(p.numel() for p in build(who, family).parameters()) for who in IMPLEMENTATIONS}
     assert len(set(counts.values())) == 1, counts
-    for who in WHO:
+    for who in IMPLEMENTATIONS:
         first = build_step(who, family, "fp32", batch=1, length=64).step()
         assert first == pytest.approx(math.log(8192), rel=0.05), who  # fresh weights know nothing
 
