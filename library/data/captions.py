@@ -24,6 +24,7 @@ from library.randomness import python_random
 
 _WILDCARD = re.compile(r"\{([^{}]+)\}")
 MARKS = ("[trigger]", "[name]")  # ai-toolkit replaces them as they are written here, in lower case
+_LIKE_A_MARK = re.compile(r"\[\s*(?:trigger|name)\s*\]", re.IGNORECASE)
 # A letter or digit of a script that puts blanks between words: in Thai, Lao, Chinese, Japanese, and before the endings
 # of Korean, a Latin trigger word stands between letters and is a word all the same.
 _LETTER = r"[^\W\u0e00-\u0eff\u1100-\u11ff\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff]"
@@ -85,6 +86,11 @@ def trigger_is_added(raw: str, settings: SubsetSettings, count: int) -> bool:
     """Return whether the trigger word is put in front of a caption's variants, or of some."""
     varies = settings.caption_tag_dropout_rate or drawn_from(raw, settings) != raw  # an order of tags changes nothing
     return any(_with_trigger(arranged, settings)[1] for arranged in _draw(raw, settings, count if varies else 1)[0])
+
+
+def marks_left(raw: str, settings: SubsetSettings) -> set[str]:
+    """Return what looks like a mark for the trigger word and is trained as text."""
+    return set(_LIKE_A_MARK.findall(_written(raw, settings))).difference(MARKS if settings.trigger_word else MARKS[:1])
 
 
 def _whole_word(word: str) -> re.Pattern[str]:

@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from library.checksums import read_checked_json, write_checked_json
-from library.data.images import read_size, reduced
+from library.data.images import read_header, reduced
 from library.data.new_dataset import MOST_CAPTION_BYTES
 from library.errors import UserError
 from library.files import read_bytes, read_text
 
-_VERSION = 6
+_VERSION = 5
 _RACY_NS = 2_000_000_000
 _TICK_NS = 20_000_000  # twice the longest tick of Linux
 _THREADS = max(8, os.cpu_count() or 1)  # Pillow and hashing let go of the interpreter's lock; the rest waits for disks
@@ -57,6 +57,7 @@ class SourceFile:
     ctime_ns: int
     size: tuple[int, int] | None = None
     content: str | None = None
+    frames: int = 1  # or pages; read with the size
 
     @property
     def stat(self) -> Stats:
@@ -66,7 +67,7 @@ class SourceFile:
     def note(self, kind: str, values: Sequence[Any] | None) -> None:
         """Take over what the index has of one of the kinds of images, if it has it."""
         if values and kind != "contents":
-            self.size = (values[0], values[1])
+            self.size, self.frames = (values[0], values[1]), values[2]
         if values and kind != "sizes":
             self.content = values[-1]
 
@@ -152,7 +153,7 @@ class FileIndex:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._root = str(folder.parent) + os.sep
-        # kind -> path -> bytes, times, and what was read: "sizes" (width, height), "contents" (hash), "decoded"
+        # kind -> path -> bytes, times, and what was read: "sizes" (width, height, frames), "contents" (hash), "decoded"
         # (all of these), "captions" (text); of masks, by the key that asks for them, what look() was told to read
         self._known: dict[str, dict[str, list[Any]]] = {}
         self._files: dict[str, SourceFile] = {}
@@ -193,8 +194,13 @@ class FileIndex:
         return file
 
     def measure(self, files: Iterable[SourceFile]) -> None:
-        """Read the size of those whose size is not known yet."""
-        self._read("sizes", [file for file in files if file.size is None], read_size)
+        """Read the width, height and number of frames of those whose size is not known yet."""
+
+        def header(path: str) -> list[int]:
+            size, frames = read_header(path)
+            return [*size, frames]
+
+        self._read("sizes", [file for file in files if file.size is None], header)
 
     def hash_contents(self, files: Iterable[SourceFile]) -> None:
         """Hash the content of those whose content is not known yet."""
@@ -213,12 +219,12 @@ class FileIndex:
         def whole(path: str) -> list[Any] | None:
             try:
                 data = read_bytes(path)
-                size = read_size(path)
+                size, frames = read_header(path)
                 reduced(data, path, _REDUCED)
             except UserError as error:  # not remembered: what is needed may be installed, or a share come back
                 problems[path] = str(error).removeprefix(f"{path}: ")
                 return None
-            return [*size, content_hash(data)]
+            return [*size, frames, content_hash(data)]
 
         self._read("decoded", files := list(files), whole, start)
         return {file.path: problems[file.path] for file in files if file.path in problems}

@@ -8,7 +8,7 @@ Every image becomes 8-bit RGB, upright, in sRGB:
 - transparent pixels are blended onto white, or kept as the mask with ``alpha_mask``.
 
 Sizes are read without decoding the image. Of an animation (GIF, APNG, WebP, AVIF) or a TIFF of several pages the first
-is used. A TIFF is turned upright by Pillow itself as it is loaded, and
+is used, and how many there are is told with the size. A TIFF is turned upright by Pillow itself as it is loaded, and
 gives its upright size before.
 """
 
@@ -53,11 +53,17 @@ _UPRIGHT = {
 _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
-def read_size(path: str) -> Size:
-    """Return the upright (width, height) of an image, without decoding it."""
+def read_header(path: str) -> tuple[Size, int]:
+    """Return the upright (width, height) of an image and the number of its frames or pages, without decoding it."""
     with reading(path, "replace it, or start again if it was removed meanwhile"), _open(path, path) as image:
         width, height = image.size
-        return (height, width) if _orientation(image) >= 5 else (width, height)
+        size = (height, width) if _orientation(image) >= 5 else (width, height)
+        return size, _frames(image)
+
+
+def read_size(path: str) -> Size:
+    """Return the upright (width, height) of an image, from its header alone."""
+    return read_header(path)[0]
 
 
 def decode(data: bytes, name: str, alpha_mask: bool = False) -> tuple[Image.Image, Image.Image | None]:
@@ -164,6 +170,16 @@ def _open(source: str | io.BytesIO, name: str) -> OpenImage:
             raise
         raise UserError(f"{name}: damaged image ({reason_of(error)}); replace or remove it") from error
     return image
+
+
+def _frames(image: Image.Image) -> int:
+    """Frames or pages; what else a JPEG may hold (an HDR gain map, a preview) is neither."""
+    if image.format == "MPO":
+        return 1
+    try:
+        return int(getattr(image, "n_frames", 1))
+    except Exception:  # damaged behind the first frame, which is the one that is used
+        return 1
 
 
 def upright(image: Image.Image) -> Image.Image:

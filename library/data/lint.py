@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from library.data.buckets import KEPT, Bucketing, Fit, Size, same_shape, size_text
-from library.data.captions import caption_variants, has_word, words_around
+from library.data.captions import MARKS, caption_variants, has_word, marks_left, words_around
 from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile
 from library.data.mask_files import REFUSED, look_at_masks
 from library.data.samples import Sample, Scan, cache_folder, idle_parts, scan, sizes_seen
-from library.data.sources import Source, find_images, find_sources, note_lines
+from library.data.sources import Source, find_images, find_sources, note_frames, note_lines
 from library.errors import UserError, counted, gathering, names_in_short
 from library.files import read_toml
 
@@ -51,7 +51,7 @@ class Report:
 
     images: int
     findings: list[Finding]
-    notes: tuple[str, ...] = ()  # what training says too: files that are left out
+    notes: tuple[str, ...] = ()  # what training says too: files that are left out, frames that are not used
     sizes: tuple[str, ...] = ()  # of each dataset, whose rule finds its shapes, and what they keep
     samples: tuple[Sample, ...] = field(default=(), compare=False)  # that training would see
     refused: str | None = None  # why there are none, or none held out
@@ -112,7 +112,7 @@ def check(
                 if not problems.keys() & {file.path for file in source.files}:
                     images_read.append((source, fits))
             lines, remarks = look_at_masks(images_read, subset, index)
-            notes += lines
+            notes += [*note_frames(subset.where, sources), *lines]
             for image, path, remark in remarks:
                 kind = "setup" if remark.endswith(REFUSED) else "mask value"
                 findings.append(Finding(kind, tuple({image: 1, path: 1}), f"{Path(path).name}: {remark}"))
@@ -264,8 +264,12 @@ def long_captions(captions: Sequence[Caption], too_long: TooLong, variants: int)
 
 
 def _trigger_words(captions: Sequence[Caption]) -> list[Finding]:
-    """Trigger words in captions of regularisation images, and within other words."""
+    """Trigger words in captions of regularisation images, and within other words; marks that are trained as text."""
     found: list[Finding] = []
+    if odd := {path: marks for path, caption, of in captions if (marks := marks_left(caption, of))}:
+        named = ", ".join(sorted(set[str]().union(*odd.values())))
+        text = f"{_names([*odd])}: {named} is trained as text; a trigger_word takes the place of {' and '.join(MARKS)}"
+        found.append(Finding("trigger", tuple(odd), text))
     for word in filter(None, dict.fromkeys(settings.trigger_word for _, _, settings in captions)):
         if regular := [path for path, caption, of in captions if of.is_reg and has_word(caption, word)]:
             text = f"{_names(regular)}: a caption of regularisation images says {word!r}, the trigger word"

@@ -32,7 +32,7 @@ from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings, 
 from library.data.file_index import FileIndex, SourceFile, checked_bytes, files_inside, list_folder
 from library.data.images import decode, fit_image
 from library.data.mask_files import REFUSED, look_at_masks
-from library.data.sources import Source, find_sources, is_image, left_out, note_lines
+from library.data.sources import Source, find_sources, is_image, left_out, note_frames, note_lines
 from library.errors import UserError, counted, names_in_short
 from library.randomness import derive_seed
 
@@ -185,6 +185,7 @@ def scan(
             sources = find(subset, index, result.warnings, config.conditioning, variants)
             index.measure({file.path: file for source in sources for file in source.files}.values())
             index.save()
+            result.warnings.extend(note_frames(subset.where, sources))
             result.warnings.extend(text for _, text in note_lines(subset, sources, variants))
             loaded.append((group, sources, sizes_seen(subset, sources, seed)))
         images = [image for _, _, seen in loaded for image in seen]

@@ -562,6 +562,13 @@ def _some_of(names: Sequence[str], total: int) -> str:
     return f"{len(names)} of {counted(total, 'image')} ({names_in_short(names, _MOST_NAMED)})"
 
 
+def note_frames(where: str, sources: Sequence[Source]) -> list[str]:
+    """Return a note on the images of which only the first of several frames or pages is used, if there are any."""
+    many = [f"{source.name}: {source.image.frames}" for source in sources if source.image.frames > 1]
+    text = f"{where}: several frames or pages in {_some_of(many, len(sources))}; the first of each is trained on"
+    return [text] if many else []
+
+
 def is_image(name: str) -> bool:
     """Whether a file name has the suffix of a format that can be read."""
     return f".{name.rpartition('.')[2].lower()}" in IMAGE_SUFFIXES  # pathlib takes seconds for 100,000 names

@@ -153,6 +153,21 @@ def test_captions_that_are_drawn_in_another_way_than_before_are_not_taken_for_th
     assert set(caption_variants("a", rules(enable_wildcard=True, caption_prefix="{b|c}"), 2)) == {"b a", "c a"}
 
 
+@pytest.mark.parametrize(
+    ("word", "caption", "mark"),
+    [
+        ("zorbo", "a [Trigger]", "[Trigger]"),
+        ("", "a [ name ]", "[ name ]"),
+        ("", "a [name]", "[name]"),
+        ("z", "[nam]", ""),
+    ],
+)
+def test_a_mark_that_is_trained_as_text_is_a_finding(tmp_path: Path, word: str, caption: str, mark: str) -> None:
+    add_image(tmp_path / "img", "a.png", caption=caption)
+    report = check(load(write_toml(tmp_path, general=f"trigger_word = '{word}'")), 16, silent)
+    assert [one.text.partition(" is trained")[0] for one in report.findings] == [f"a.png: {mark}"] * bool(mark)
+
+
 def test_with_wildcards_every_line_is_a_choice_and_gets_prefix_and_suffix() -> None:
     settings = rules(enable_wildcard=True, caption_prefix="p", caption_suffix="s")
     assert set(caption_variants("first\nsecond", settings, 30)) == {"p first s", "p second s"}

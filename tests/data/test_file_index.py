@@ -34,7 +34,7 @@ def test_a_second_run_opens_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def forbidden(path: str) -> None:
         raise AssertionError(f"{path} was opened")
 
-    monkeypatch.setattr(module, "read_size", forbidden)
+    monkeypatch.setattr(module, "read_header", forbidden)
     monkeypatch.setattr(module, "read_bytes", forbidden)
     again = FileIndex(tmp_path / ".tandem_cache")
     second = record(again, path)

@@ -14,7 +14,7 @@ from PIL import Image, ImageCms
 
 from library.data.buckets import Fit
 from library.data.file_index import FileIndex, SourceFile
-from library.data.images import decode, fit_image, read_size, to_latent_mask, to_pixels
+from library.data.images import decode, fit_image, read_header, read_size, to_latent_mask, to_pixels
 from library.errors import UserError
 from tests.data.folders import make_image
 from tests.forked import ROOT, run_code
@@ -112,7 +112,7 @@ def test_of_several_frames_or_pages_the_first_is_taken_and_all_are_counted(kind:
     options = {"lossless": True} if kind == "WEBP" else {}
     data = saved(frames[0], kind, save_all=True, append_images=frames[1:], **options)
     (tmp_path / f"x.{kind.lower()}").write_bytes(data)
-    assert read_size(str(tmp_path / f"x.{kind.lower()}")) == (32, 24)
+    assert read_header(str(tmp_path / f"x.{kind.lower()}")) == ((32, 24), 3)
     assert rgb(data)[12, 16].tolist() == [255, 0, 0]
 
 
@@ -277,9 +277,9 @@ def test_a_disk_that_fails_is_no_damaged_image(tmp_path: Path) -> None:
     (tmp_path / "a.png").symlink_to("/proc/self/mem")  # whose first bytes the kernel gives nobody
     file = SourceFile(str(tmp_path / "a.png"), 1, 1, 1)
     with pytest.raises(UserError, match=r"a\.png: cannot be read \(Input/output error\); "):
-        read_size(file.path)
+        read_header(file.path)
     (said,) = FileIndex(tmp_path / "cache").decode([file], lambda _: lambda _: None).values()
     assert said.startswith("cannot be read (Input/output error); ")
     (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     with pytest.raises(UserError, match=r"b\.png: (damaged image|not an image that can be read)"):
-        read_size(str(tmp_path / "b.png"))
+        read_header(str(tmp_path / "b.png"))

@@ -110,6 +110,18 @@ def test_a_kind_is_counted_in_images_of_an_image_with_its_mask_as_one(folder: Pa
     assert "masks of another shape: 1 image" in looked(folder).lines()[0]
 
 
+def test_of_an_animation_the_check_says_what_training_says(folder: Path) -> None:
+    frames = [make_image(90 + i) for i in range(3)]
+    put(folder, "moving.gif", frames[0], save_all=True, append_images=frames[1:])
+    for _ in range(2):  # looked at, and remembered
+        (note,) = looked(folder).notes
+        assert note.endswith(
+            "several frames or pages in 1 of 7 images (moving.gif: 3); the first of each is trained on"
+        )
+    arguments = DatasetArguments(dataset_config=str(folder / "dataset.toml"))
+    assert scan(load_dataset_config(folder / "dataset.toml", arguments), 0, 16).warnings == [note]
+
+
 def test_broken_images_do_not_hide_the_others(folder: Path) -> None:
     """One is no image, one has an empty caption; names as long as file systems allow stay whole."""
     long = f"{'x' * 200}.png"

@@ -110,6 +110,16 @@ def test_what_belongs_to_an_image_by_its_name_is_read_or_refused(bad: str, kind:
     assert kind != "link" or said.count("/unmounted") == 1
 
 
+def test_animations_and_pages_are_noted(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png")
+    frames = [make_image(64, 64, seed=seed) for seed in range(4)]
+    frames[0].save(tmp_path / "img" / "b.gif", save_all=True, append_images=frames[1:])
+    (tmp_path / "img" / "b.txt").write_text("x")
+    (note,) = build(write_toml(tmp_path)).warnings
+    assert note.endswith("several frames or pages in 1 of 2 images (b.gif: 4); the first of each is trained on")
+    assert build(write_toml(tmp_path)).warnings == [note]  # remembered, too
+
+
 def test_folders_inside_are_read_if_asked_for_and_noted_if_not(tmp_path: Path) -> None:
     add_image(tmp_path / "img", "cat.png", caption="first", seed=1)
     add_image(tmp_path / "img" / "paris", "cat.png", caption="second", seed=2)
