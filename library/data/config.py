@@ -18,8 +18,9 @@ given inpainting masks (by files, by the images' own transparency, or generated)
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,7 +32,7 @@ from library.config.markers import MOST, MOST_SIDE, Batch, EffectOnly, Fraction,
 from library.config.model_types import Blank, ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.masks import MASK_KINDS, MaskKind
-from library.errors import UserError, did_you_mean
+from library.errors import UserError, did_you_mean, names_in_short
 from library.files import broken_link, read_toml, written_path
 
 DEFAULT_VARIANTS = 4  # generated masks of an image: each costs as much cache and encoding as the image itself
@@ -219,12 +220,16 @@ class Dataset:
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A dataset TOML, read with these arguments for a model that is given this besides a caption."""
+    """A dataset TOML, read with these arguments for a model that is given this besides a caption.
+
+    ``overridden``: lines on the arguments that were given and that hold in none of its datasets.
+    """
 
     path: Path
     datasets: tuple[Dataset, ...]
     arguments: DatasetArguments
     conditioning: ConditionKind = "none"
+    overridden: tuple[str, ...] = ()
 
     @property
     def inpaint_blanks(self) -> tuple[Blank, ...]:
@@ -288,7 +293,36 @@ def load_dataset_config(
     classes = {subset.settings.preserve_class for dataset in datasets for subset in dataset.subsets}
     if any(table.get("preserve_class") for table in (general, *written)) and classes == {None}:
         raise UserError(f"{file.path}: preserve_class: has no effect, no subset has a trigger_word; set one")
-    return DatasetConfig(file.path, tuple(datasets), defaults, conditioning)
+    overridden = _overridden(file.path, fallback, defaults, datasets)
+    return DatasetConfig(file.path, tuple(datasets), defaults, conditioning, tuple(overridden))
+
+
+def _overridden(
+    path: Path, fallback: Mapping[str, Any], defaults: DatasetArguments, datasets: list[Dataset]
+) -> Iterator[str]:
+    """Yield a line for each value of ``dataset_args`` (``fallback``: checked) and other options that no dataset has."""
+    options = {option: key for key, option in _OPTION_OF.items()} | {"cache_directory": "cache_directory"}
+    given = [(f"dataset_args: {key}", key, value) for key, value in fallback.items()]
+    for option in options.keys() & defaults.model_fields_set:
+        given += [(option, options[option], value)] if (value := getattr(defaults, option)) else []
+    tables: list[BaseModel] = [each.settings for each in datasets]
+    subsets: list[BaseModel] = [one.settings for each in datasets for one in each.subsets]
+
+    def written(key: str, value: Any) -> str:
+        return f"{key} = {json.dumps(value, ensure_ascii=False)}"
+
+    for option, key, value in sorted(given):
+        whose = tables if key in DATASET_KEYS else subsets
+        wanted, had = getattr(type(whose[0]).model_validate({key: value}), key), [getattr(one, key) for one in whose]
+        effect = "no effect"
+        if option == "cache_directory":  # text lies there all the same
+            wanted, had = written_path(value, option).resolve(), [each.cache_directory for each in datasets]
+            effect = "no effect on latents"
+        names = sorted(_RESOLUTIONS) if key in _RESOLUTIONS else [key]
+        said = {written(name, getattr(one, name)) for one in whose for name in names if name in one.model_fields_set}
+        if said and wanted not in had:
+            who = "dataset_args" if option in options and said == {written(key, fallback.get(key))} else path
+            yield f"{written(option, value)}: {effect}, {who} says {names_in_short(sorted(said), 3)}, which wins"
 
 
 def dataset_value(key: str, value: Any) -> Any:

@@ -329,7 +329,7 @@ def _check_split(config: DatasetConfig, result: Scan) -> None:
 
 def idle_parts(config: DatasetConfig) -> list[str]:
     """Return lines on subsets and files that are left out, and on keys without effect, as kohya's configs have them."""
-    lines = _beside_numbered(config)
+    lines = [*config.overridden, *_beside_numbered(config)]
     for dataset in config.datasets:
         tables: list[Dataset | Subset] = [dataset, *dataset.subsets]
         of_tables = [(table, idle_keys(table.settings.model_dump())) for table in tables]

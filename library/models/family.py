@@ -33,7 +33,7 @@ from library.checksums import fingerprint, weights_fingerprint
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.model_types import MODEL_TYPES, ConditionKind
 from library.config.schema import ModelConfig
-from library.errors import NotFiniteError, UserError, reason_of
+from library.errors import NotFiniteError, UserError, names_in_short, reason_of
 from library.models.family_files import FamilyFiles
 from library.models.files import locate
 from library.models.layer_names import LoraTargets
@@ -292,6 +292,16 @@ class Family:
         self.distilled = self.says_distilled()
         self.image_encoder.describe(WeightFiles(self.files.vae))
         self.check_text_encoders()
+
+    def unused_tensors(self) -> Iterator[str]:
+        """Yield a line for each file with tensors beside the transformer's or the autoencoder's, which are not used."""
+        vae, transformer = WeightFiles(self.files.vae), WeightFiles(self.files.transformer)
+        read = {piece.source for pieces in self.image_encoder.describe(vae)[1].values() for piece in pieces}
+        inside = {name for name in transformer.names if name.startswith(self.files.prefix)}
+        for what, weights, used in (("transformer", transformer, inside), ("VAE", vae, read)):
+            if others := [name for name in weights.names if name not in used]:
+                names = names_in_short(others)
+                yield f"{weights.path}: {len(others)} tensors are not the {what}'s and not used ({names})"
 
     def argument(self, name: str) -> Any:
         """Return an argument of the transformer: of the files, or the default of diffusers' class."""

@@ -3,7 +3,7 @@
 Every family is kept in two ways: a diffusers folder with everything in it, and a transformer file, the publisher's own
 or one of ComfyUI's split files, with options that name the other parts. A transformer file needs no sidecar: its
 configuration follows from its shapes. Its names may stand below one of ``MODEL_PREFIXES``; what else an all-in-one
-file holds is passed over, the other parts still come from their options. A folder may be the
+file holds is passed over, the other parts still come from their options, and a line says so. A folder may be the
 pipeline's, with which these options replace its own parts, or the transformer's alone.
 
 What differs between families is a row, ``FamilyFiles``, in each family's ``files.py``.

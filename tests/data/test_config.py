@@ -4,13 +4,18 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from library.config.schema import DatasetArguments
-from library.data.config import DatasetConfig, load_dataset_config
+from library.data.config import DATASET_KEYS, DatasetConfig, load_dataset_config
+from library.data.samples import idle_parts
 from library.errors import UserError
+from library.files import toml_text
 
 SMALL = "[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'img'\n"
 
@@ -65,6 +70,52 @@ def test_keys_go_from_general_to_dataset_to_subset(tmp_path: Path) -> None:
 
 def test_batch_size_falls_back_to_train_batch_size(tmp_path: Path) -> None:
     assert load(tmp_path, SMALL, train_batch_size=6).datasets[0].settings.batch_size == 6
+
+
+VALUES: dict[str, list[Any]] = {
+    "resolution": [64, [96, 64]], "batch_size": [2, 3], "cache_directory": ["/a/b", "/a/c"], "flip_aug": [True, False],
+    "num_repeats": [1, 7], "caption_extension": [".txt", ""], "trigger_word": ["zwx", "abc"], "keep_tokens": [0, 1],
+}  # fmt: skip
+OPTIONS = {"batch_size": "train_batch_size", "trigger_word": "trigger_word", "cache_directory": "cache_directory"}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_each_value_that_is_given_some_dataset_has_it_or_a_line_says_which_wins(seed: int, tmp_path: Path) -> None:
+    """sd-scripts' order: subset, dataset, general, what is given beside the file."""
+    draw = random.Random(seed)
+
+    def some(share: float) -> dict[str, Any]:
+        return {key: draw.choice(values) for key, values in VALUES.items() if draw.random() < share}
+
+    general, given, tables = some(0.2), some(0.7), [(some(0.4), some(0.4)) for _ in range(draw.choice((1, 2)))]
+    inner = [{k: v for k, v in subset.items() if k not in DATASET_KEYS} for _, subset in tables]
+    datasets = [own | {"subsets": [sub | {"image_dir": "img"}]} for (own, _), sub in zip(tables, inner, strict=True)]
+    if any("resolution" not in general | given | own for own, _ in tables):
+        given["resolution"] = 64
+    as_option = {key: value for key, value in given.items() if key in OPTIONS and draw.random() < 0.7}
+    words = {k: ",".join(map(str, v)) if isinstance(v, list) else v for k, v in given.items() if k not in as_option}
+    options: dict[str, Any] = {OPTIONS[key]: value for key, value in as_option.items()}
+    options["dataset_args"] = [f"{key}={value}" for key, value in words.items()]
+    config = load(tmp_path, toml_text({"general": general, "datasets": datasets}), **options)
+    had = [{**given, **general, **own, **sub} for (own, _), sub in zip(tables, inner, strict=True)]
+    lost = {key: had[0][key] for key, value in given.items() if value not in [each[key] for each in had]}
+    lines = {line.partition(": no effect")[0].rpartition(" = ")[0].rpartition(": ")[2]: line for line in idle_parts(config)
+             if ", which wins" in line}  # fmt: skip
+    assert lines.keys() == {OPTIONS[key] if key in as_option else key for key in lost}
+    for key, value in lost.items():
+        line = lines[OPTIONS[key] if key in as_option else key]
+        assert f"= {json.dumps(given[key])}: no effect" in line
+        assert f"{key} = {json.dumps(value)}" in line.partition("d.toml says ")[2]
+
+
+def test_of_two_options_for_one_key_the_line_names_the_one_that_wins(tmp_path: Path) -> None:
+    both = {"train_batch_size": 4, "dataset_args": ["batch_size=3"]}
+    assert [*load(tmp_path, SMALL, **both).overridden] == [
+        "train_batch_size = 4: no effect, dataset_args says batch_size = 3, which wins"
+    ]
+    args = {"dataset_args": ["resolution=64"]}
+    several = load(tmp_path, SMALL.replace("resolution = 64", "resolutions = [96, [64, 96]]"), **args)
+    assert [line.partition("says ")[2] for line in several.overridden] == ["resolutions = [96, [64, 96]], which wins"]
 
 
 def test_musubi_names_and_its_flat_form_are_read(tmp_path: Path) -> None:

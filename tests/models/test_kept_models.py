@@ -70,6 +70,9 @@ def test_a_transformer_below_any_known_prefix_is_read_merged_shown_and_quantised
     loaded = read.load_transformer(torch.float32).state_dict()
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[name], state[name].float()) for name in state)
+    assert [
+        line for line in read.unused_tensors() if "1 tensors are not the transformer's and not used (ema.decay)" in line
+    ]
     (finding,) = inspect(file)
     assert any(each.architecture.startswith("FLUX.1 transformer") for each in finding.components)
     plain = find_modules(WeightFiles(written(named, tmp_path / "plain.safetensors")), FLUX_KEYS, "flux")
@@ -144,6 +147,9 @@ def test_an_autoencoder_below_a_prefix_or_beside_others_is_read(
     file = written(load_file(files.ae), tmp_path / "vae.safetensors", prefix, **more)
     config = files.model_config(ae=str(file))
     assert_same_model(model_family(config), model_family(files.model_config()), ["a fox"])
+    (line,) = model_family(config).unused_tensors()
+    assert line.startswith(f"{file}: {len(more)} tensors are not the VAE's and not used (")
+    assert all(name in line for name in more)
     missing = {k: v for k, v in load_file(file).items() if "mid.block_1.conv1.weight" not in k}
     save_file(missing | {f"{prefix}decoder.other.weight": torch.ones(1)}, file)
     with pytest.raises(UserError, match="missing; the file is incomplete or of another architecture"):

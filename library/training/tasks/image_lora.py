@@ -145,6 +145,8 @@ class ImageLora(LoraTask):
         )
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
+        for line in family.unused_tensors():
+            self.console.print(f"note: {line}", soft_wrap=True)
         self.base_fingerprint, self.base_parts = family.fingerprint(), family.other_parts()
         self.text_fingerprint = self.text_encoder.weights_fingerprint if self.plan.network.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
