@@ -356,5 +356,4 @@ def test_such_a_file_is_described_and_never_merged_into(kind: str, files: Single
         open_base(quantised)
     (own,), (theirs,) = (components(weight_sets(path)[0]) for path in (quantised, plain))
     assert (own.parameters, own.architecture, own.blocks) == (theirs.parameters, theirs.architecture, theirs.blocks)
-    assert {group.name: group.shape for group in own.modules} == {group.name: group.shape for group in theirs.modules}
     assert kind in own.dtypes
