@@ -351,7 +351,7 @@ BY_TRAINING = (  # what the LoRA or the dataset says of training; a server gives
     _trained("trained on black, served on white", _BLACK, _REGION, ("white", "black"), _IN_TRAINING,
              ("--blank", "white")),
     _trained("trained with 96 tokens", _TOKENS, "text", ("512", "96"), "text|token", clean="copy"),
-    _trained("trained at guidance 5", {"ss_guidance_scale": "5"}, "guidance", ("30", "5"), "guidance",
+    _trained("trained at guidance 5", {"tandem.guidance_scale": "5"}, "guidance", ("30", "5"), "guidance",
              ("--guidance_scale", "5")),
     _trained("trained on black, a picture of grey and a mask grown by 4", _BLACK, _REGION,
              ("blanked with grey instead of black", "explain 100%"), _IN_TRAINING, clean="copy", server=Server(grown=4),
@@ -395,7 +395,7 @@ BY_NAME = (
     Fault("no layer rotated", quantized("int8_convrot", unrotated("")), "rotat", (_ALL,), _REMAKE),
     Fault("int8 that wraps", quantized("int8_row", wrapping), "wrap|overflow", (_ALL,), _REMAKE),
     Fault("nvfp4 tiles that lie by rows", quantized("nvfp4", at(f"{IN_OUT}.weight_scale", by_rows)),
-          "tile|scales of zero for blocks of numbers", (IN_OUT,), _REMAKE),  # those of filled-up rows
+          "tile|scale that is not positive", (IN_OUT,), _REMAKE),  # those of filled-up rows
     Fault("nvfp4 nibbles exchanged", quantized("nvfp4", at(f"{IN_DOWN}.weight", nibbles)),
           "nibble|byte", (IN_DOWN,), _REMAKE),
     Fault("a scale halved and rows permuted", changed("row", _HALVES, at(f"{IN_OUT}.weight", permute)),
