@@ -223,7 +223,7 @@ def _measure(kind: str, lora: Path, plan: Plan, folder: Path) -> Figures:
         found["compensated"] = error(replace(served, merge=None), compensated)
     tried = tuple(name for name in plan.fixes if name != "compensated")
     options = FixOptions(folder / "fixes", lora, fitted, names=tried)
-    for fix in try_fixes(models, served, eval_set, reference, (), options, console):
+    for fix in try_fixes(models, served, eval_set, reference, options, console):
         found[fix.name] = squares(fix.outcome)
         if fix.outcome_beside:
             found[f"{fix.name}*"] = squares(fix.outcome_beside)

@@ -411,8 +411,7 @@ def main() -> None:
             calibration=plan.options,
             names=tuple(options.fix or FIXES),
         )
-        layers = report.comparison.layers
-        fixes = try_fixes(models, report.variant, report.eval_set, report.reference, layers, wanted, console)
+        fixes = try_fixes(models, report.variant, report.eval_set, report.reference, wanted, console)
         report = replace(report, fixes=fixes)
     if pictures:
         server = explain_server(models, report.variant, calibration, pictures, options.server_steps, console)

@@ -22,4 +22,4 @@ page                           one self-contained HTML file, and the JSON
 
 SERVERS = ("comfyui", "comfyui-bypass", "comfyui-legacy", "diffusers", "gguf")
 MERGES = ("nearest", "stochastic", "stochastic_fp16", "unrounded")  # how a LoRA is added to weights
-FIXES = ("settings", "bypass", "strength", "refit", "correction")
+FIXES = ("bypass", "refit", "correction")

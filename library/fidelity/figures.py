@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from torch import Tensor
 
 from library.fidelity.border import RING, STEP_8BIT
-from library.fidelity.layers import LayerRow
 from library.fidelity.server_image import ServerResult
 from library.precision.parity.seam import border_distance
 
@@ -31,55 +26,15 @@ _IMAGES_SHOWN = 4
 
 def error_curves(named: Mapping[str, Mapping[float, float]], along: str, of: str) -> Figure:
     """Relative errors ``of`` something ``along`` something, a line for each of ``named``."""
-    figure, axis = _plot(6.4, 3.2, along, f"{of}, % of its size")
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axis = figure.subplots()
+    axis.set(xlabel=along, ylabel=f"{of}, % of its size")
     for title, errors in named.items():
         axis.plot([*errors], [100 * error for error in errors.values()], marker=".", label=title)
     axis.set_ylim(bottom=0)
-    _legend(figure, axis)
+    if len(named) > 1:
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure
-
-
-def layer_errors(rows: Sequence[LayerRow]) -> Figure:
-    """Output error of every layer in the model's order, beside what its format must cost and the LoRA's effect."""
-    figure, axis = _plot(10, 3.4, "layer, in the model's order", "% of the layer's output")
-    places = range(1, len(rows) + 1)
-    errors = [100 * row.output_error or math.nan for row in rows]
-    axis.plot(places, errors, "o", color="#1f77b4", markersize=4, label="deployed")
-    expected = [100 * row.expected_output_error or math.nan for row in rows]
-    axis.plot(places, expected, "_", color="#222222", label="rounding to nearest")
-    effects = [100 * row.lora_effect if row.lora_effect else math.nan for row in rows]
-    if not all(map(math.isnan, effects)):
-        axis.plot(places, effects, "v", color="#ff7f0e", markersize=4, label="the LoRA's effect")
-    axis.set_yscale("log")
-    _plain_ticks(axis.yaxis)
-    axis.set_xlim(0, len(rows) + 1)
-    _legend(figure, axis)
-    return figure
-
-
-def _plot(width: float, height: float, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axis = figure.subplots()
-    axis.set(xlabel=xlabel, ylabel=ylabel)
-    return figure, axis
-
-
-def _legend(figure: Figure, axis: Axes) -> None:
-    """Put the legend of ``axis`` below the plots, where it covers nothing; one line needs none."""
-    handles, labels = axis.get_legend_handles_labels()
-    if len(handles) > 1:
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=int(figure.get_figwidth() // 1.8), frameon=False
-        )
-
-
-def _plain_ticks(axis: Axis) -> None:
-    """Write a logarithmic axis's numbers out: 0.5, 1, 2; not 5 x 10^-1."""
-    low, high = axis.get_data_interval()
-    subs = (1.0, 1.5, 2.0, 3.0, 5.0) if high < 8 * low else (1.0, 2.0, 5.0)
-    axis.set_major_locator(LogLocator(subs=subs, numticks=20))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def server_pictures(server: ServerResult) -> Figure | None:

@@ -1,10 +1,8 @@
 """What removes the difference: fixes from the cheapest on, each tried on the user's own data and measured.
 
-1. *settings*: everything as in the reference but the weights, and how the server merges and multiplies. Free.
-2. *bypass*: the LoRA beside the weights instead of rounded into them. Free.
-3. *strength*: for a merge that lost part of the update, the LoRA at 1 / update retention. Free; the one-minute test.
-4. *refit*: the LoRA refitted to the deployed file, same rank, no training.
-5. *correction*: the same with 32 ranks more, and a LoRA for layers that had none.
+1. *bypass*: the LoRA beside the weights instead of rounded into them. Free.
+2. *refit*: the LoRA refitted to the deployed file, same rank, no training.
+3. *correction*: the same with 32 ranks more, and a LoRA for layers that had none.
 
 A fix is measured as the server of the deployment will run it: the LoRA merged and products made as there. Where that
 merge rounds, it is measured beside the weights too, which says what the bypass adds to the fix.
@@ -19,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 from rich.table import Table
 
@@ -29,7 +26,6 @@ from library.fidelity import FIXES
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.differences import Differences, compare, taken_off
 from library.fidelity.intervals import images_to_tell, side
-from library.fidelity.layers import LayerRow
 from library.fidelity.refit import refit_lora
 from library.fidelity.runs import EvalSet, Outcome, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant
@@ -122,7 +118,6 @@ def try_fixes(
     deployment: Variant,
     eval_set: EvalSet,
     reference: Outcome,
-    layers: Sequence[LayerRow],
     options: FixOptions,
     console: Console,
 ) -> list[Fix]:
@@ -133,7 +128,6 @@ def try_fixes(
     Args:
         models, deployment: what is mended.
         eval_set, reference: what fixes are measured on, and what they are compared with.
-        layers: of the deployment, for the retention of its LoRA; may be empty.
         options: files, flags, limits.
     """
     fixes: list[Fix] = []
@@ -159,15 +153,9 @@ def try_fixes(
         fixes.append(Fix(name, cost, seconds, files, differences, outcome, beside, apart))
 
     served = replace(REFERENCE, weights=True, merge=deployment.merge, activations=deployment.activations)
-    if deployment != served and not models.deployed.merged:
-        attempt("settings", "none: all but the server's doings as in the reference", lambda: (models, served, ()))
     if models.rounded_in(deployment) and not models.deployed.merged:
         apart = replace(deployment, merge=None)
         attempt("bypass", "none: ComfyUI's Load LoRA (Bypass), or a GGUF", lambda: (models, apart, ()))
-    gains = [row.retention for row in layers if row.retention is not None]
-    if gains and deployment.merge is not None and 0 < median(gains) < 0.95:
-        stronger = replace(deployment, strength=deployment.strength / median(gains))
-        attempt("strength", f"none: the LoRA at {stronger.strength:.2f}", lambda: (models, stronger, ()))
     for name, cost, ranks in (
         ("refit", "a forward pass over the calibration; the same rank", 0),
         ("correction", f"{CORRECTION_RANK} ranks more in every quantised layer", CORRECTION_RANK),

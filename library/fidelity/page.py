@@ -21,7 +21,6 @@ from library.fidelity.figures import (
     as_data_uri,
     error_curves,
     image_rows,
-    layer_errors,
     picture_rows,
     server_pictures,
 )
@@ -100,7 +99,6 @@ def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:
         "painted": server and server_pictures(server),
         "pictures": pictures,
         "figures": figures,
-        "layer_errors": layer_errors(layers) if any(row.output_error for row in layers) else None,
         "tables": tables,
         "titles": CAUSES,
         "remedies": REMEDIES,

@@ -20,7 +20,7 @@ from library.data.cache import Pixels
 from library.fidelity.border import STEP_8BIT, judge_border
 from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences
-from library.fidelity.figures import error_curves, layer_errors, picture_rows
+from library.fidelity.figures import error_curves, picture_rows
 from library.fidelity.findings import Finding
 from library.fidelity.layers import ActivationSizes, LayerRow
 from library.fidelity.page import write_report
@@ -104,7 +104,7 @@ def test_the_page_is_one_file_with_every_layer_and_runs_no_name(tmp_path: Path) 
     read = Tags(text)
     tags = read.tags
     shown = [attributes for tag, attributes in tags if tag == "img"]
-    assert len(shown) == 4  # pictures, noise levels, steps, layers
+    assert len(shown) == 3  # pictures, noise levels, steps
     assert all(each["alt"] and re.match(r"data:image/png;base64,[\w+/]{200}", each["src"] or "") for each in shown)
     assert not any({"href", "srcset"} & set(attributes) or tag in ("link", "iframe") for tag, attributes in tags)
     assert not [tag for tag, attributes in tags if tag != "img" and "src" in attributes]
@@ -160,16 +160,15 @@ def test_the_view_of_the_border_shows_where_the_difference_along_it_is_largest()
 
 
 def test_axes_have_plain_numbers_and_legends_cover_nothing() -> None:
-    report = make()
     curves = {"deployment": {0.2: 0.03, 0.8: 0.02}, "weights alone": {0.2: 0.03, 0.8: 0.01}}
-    for figure in (layer_errors(report.comparison.layers), error_curves(curves, "noise level", "velocity error")):
-        FigureCanvasAgg(figure).draw()
-        (axis,) = figure.axes
-        labels = [text.get_text() for text in (*axis.get_xticklabels(), *axis.get_yticklabels())]
-        assert not [label for label in labels if "$" in label or "times" in label]
-        assert len([label for label in labels if re.fullmatch(r"[\d.]+", label)]) >= 3
-        (legend,) = figure.legends
-        assert not legend.get_window_extent().overlaps(axis.get_window_extent())
+    figure = error_curves(curves, "noise level", "velocity error")
+    FigureCanvasAgg(figure).draw()
+    (axis,) = figure.axes
+    labels = [text.get_text() for text in (*axis.get_xticklabels(), *axis.get_yticklabels())]
+    assert not [label for label in labels if "$" in label or "times" in label]
+    assert len([label for label in labels if re.fullmatch(r"[\d.]+", label)]) >= 3
+    (legend,) = figure.legends
+    assert not legend.get_window_extent().overlaps(axis.get_window_extent())
 
 
 def test_a_picture_of_the_server_is_asked_for_only_where_none_was_given(tmp_path: Path) -> None:
