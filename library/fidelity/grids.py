@@ -36,6 +36,7 @@ _OF_REFERENCE = 2.0**-9  # rms error of a reference in bf16, relative
 _FEWER = 1.4  # times the different numbers of a run half as long: on one grid. Two of 16 levels have 1.9 times one's
 _FEW = 0.9  # different numbers over all in runs of the shortest; of 4 bits 0.6, of 8 bits 0.97
 _SHORTEST, _LONGEST = 16, 256
+_SAMPLE = 1 << 20  # numbers that tell a factor to 0.001, and the share of rare numbers to a twentieth
 _FACTOR = 0.005  # that a factor differs from 1
 _GAIN = 0.006  # of two roundings
 SURE = 5.0  # standard errors
@@ -49,20 +50,28 @@ class Grid(Protocol):
         """Return ``weight`` [out, in] as the nearest numbers of the grid, or as either neighbour at random."""
         ...
 
+    def part(self, rows: slice) -> Grid:
+        """Return the grid of some rows."""
+        ...
+
 
 @dataclass(frozen=True)
 class SeenGrid:
-    """The numbers that are in each run of a matrix, ascending: ``levels`` [runs, run]; of a finer grid ``too_fine``."""
+    """The numbers in each run of a matrix, ascending: ``levels`` [out, runs, run]; of a finer grid ``too_fine``."""
 
     levels: Tensor
     too_fine: bool
 
     def on_grid(self, weight: Tensor, random: torch.Generator | None = None) -> Tensor:
         """See :class:`Grid`; within each run."""
-        runs = weight.float().reshape(len(self.levels), -1)
-        above = torch.searchsorted(self.levels, runs).clamp_(1, self.levels.shape[1] - 1)
-        lower, upper = self.levels.gather(1, above - 1), self.levels.gather(1, above)
+        runs = weight.float().reshape(self.levels.shape)
+        above = torch.searchsorted(self.levels, runs).clamp_(1, self.levels.shape[2] - 1)
+        lower, upper = self.levels.gather(2, above - 1), self.levels.gather(2, above)
         return either(runs, lower, upper, random).view(weight.shape)
+
+    def part(self, rows: slice) -> SeenGrid:
+        """See :class:`Grid`."""
+        return SeenGrid(self.levels[rows].contiguous(), self.too_fine)
 
 
 def seen_grid(numbers: Tensor) -> SeenGrid:
@@ -75,7 +84,7 @@ def seen_grid(numbers: Tensor) -> SeenGrid:
         if more > _FEWER * seen:
             break
         run, seen = 2 * run, more
-    return SeenGrid(numbers.float().reshape(-1, run).sort(dim=1).values, too_fine)
+    return SeenGrid(numbers.float().reshape(len(numbers), -1, run).sort(dim=2).values, too_fine)
 
 
 def distinct(numbers: Tensor, run: int) -> float:
@@ -91,6 +100,14 @@ def distinct(numbers: Tensor, run: int) -> float:
 def on_own_grid(stored: QuantizedWeight, weight: Tensor) -> Tensor:
     """Return ``weight`` rounded to nearest in the format, with the steps of ``stored`` where nothing here writes it."""
     return stored.on_grid(weight) if isinstance(stored, LevelledWeight) else stored.rounded(weight)
+
+
+def sampled_rows(weight: Tensor) -> slice:
+    """Return evenly spaced rows of a large ``weight`` [out, in], about 2^20 numbers, and all of a small one.
+
+    One row in 6 n + 1, so that all places in heads, or in queries, keys and values that take turns, are among them.
+    """
+    return slice(None, None, 6 * round(weight.numel() / (6 * _SAMPLE)) + 1)
 
 
 def errs_like(numbers: Tensor, nearest: Tensor, wanted: Tensor, most: float) -> bool:
@@ -110,6 +127,8 @@ def rounded_on(grid: Grid, numbers: Tensor, wanted: Tensor) -> bool:
         return False
     if errs_like(numbers, nearest, wanted, _NEAREST) or relative(numbers, wanted) < _SMALL:
         return True
+    rows = sampled_rows(wanted)
+    grid, numbers, nearest, wanted = grid.part(rows), numbers[rows], nearest[rows], wanted[rows]
     random = generator("either neighbour", *wanted.shape)
     draws = [grid.on_grid(wanted, random) for _ in range(_DRAWS)]
     laws = zip(_laws(numbers, nearest, wanted), _laws(draws[0], nearest, wanted), strict=True)
@@ -139,22 +158,26 @@ def factor_on(grid: Grid, numbers: Tensor, wanted: Tensor) -> float:
     """Return what ``wanted`` was multiplied with before it was rounded to nearest on the ``grid``; 1 if by nothing.
 
     A factor is one if it explains most of the numbers that are not the nearest. It is looked for near the gain, which
-    rounding on a coarse grid makes smaller.
+    rounding on a coarse grid makes smaller, on a sample of the rows, and confirmed on all.
     """
+    some = sampled_rows(wanted)
 
-    def far(factor: float) -> float:
-        return float((grid.on_grid(factor * wanted) - numbers).square().sum(dtype=torch.float64))
+    def far(factor: float, rows: slice = some) -> float:
+        made = grid.part(rows).on_grid(factor * wanted[rows])
+        return float((made - numbers[rows]).square().sum(dtype=torch.float64))
 
     gain = gain_of(numbers, wanted)
     best = min((gain * (1 + step / 100) for step in range(-2, 11)), key=far)
     best = min((best * (1 + step / 500) for step in range(-4, 5)), key=far)
-    return best if abs(best - 1) > _FACTOR and far(best) < 0.5 * far(1.0) else 1.0
+    confirmed = abs(best - 1) > _FACTOR and all(far(best, rows) < 0.5 * far(1.0, rows) for rows in (some, slice(None)))
+    return best if confirmed else 1.0
 
 
 def _laws(numbers: Tensor, nearest: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
-    """Return for each number whether it is another than the nearest, and its error, also squared and to the fourth."""
-    error, others = (numbers - wanted).abs().double(), (numbers - nearest).abs() > 1e-4 * wanted.abs().mean()
-    return others.double(), error, error.square(), error**4
+    """Return for each number whether it is not the nearest, whether it is too large, and its error's powers 1, 2, 4."""
+    others = (numbers - nearest).abs() > 1e-4 * wanted.abs().mean()
+    error = (numbers - wanted).double()
+    return others.double(), (error * wanted > 0).double(), error.abs(), error.square(), error**4
 
 
 def _doubt(one: Tensor, other: Tensor) -> float:

@@ -134,7 +134,7 @@ def _zeroed(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
     run = 16 if wanted.shape[1] % 16 == 0 else wanted.shape[1]
     smallest = torch.where(zero, math.inf, served.numbers.abs()).unflatten(1, (-1, run)).amin(-1, keepdim=True)
     smallest = torch.where(smallest.isinf(), 0, smallest).expand(-1, -1, run).flatten(1)  # next to it, of the same step
-    lost = zero & (wanted.abs() > (0.75 * smallest).clamp_min(0.02 * float(wanted.square().mean().sqrt())))
+    lost = zero & (wanted.abs() > (1.07 * smallest).clamp_min(0.02 * float(wanted.square().mean().sqrt())))
     if bool(lost.any()):
         text = f"{int(lost.sum())} of {lost.numel()} numbers are zero ({_box(lost)})"
         yield Candidate("zeroed", text, torch.where(zero, torch.zeros(()), wanted))
@@ -222,7 +222,7 @@ def _clipped(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
             yield Candidate("clipped", text, wanted.clamp(-limit, limit))
 
 
-SIMPLE: tuple[Attempt, ...] = (_zeroed, _scaled, _clipped)  # number by number
+SIMPLE: tuple[Attempt, ...] = (_scaled, _zeroed, _clipped)  # number by number
 
 
 def _rolled(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:

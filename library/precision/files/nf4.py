@@ -86,7 +86,8 @@ class Nf4Weight(LevelledWeight):
         runs = block_slice(columns, block)
         values = self.values[rows, runs.start * block // 2 : None if runs.stop is None else runs.stop * block // 2]
         first = self.first + rows.indices(self.shape[0])[0] * self.stride + runs.start
-        return replace(self, values=values, absmax=self.absmax[rows, runs], first=first)
+        stride = self.stride * (rows.step or 1)
+        return replace(self, values=values, absmax=self.absmax[rows, runs], first=first, stride=stride)
 
     def magnitudes(self) -> Tensor:
         """Return the largest magnitude of each run, [out, runs] fp32."""
