@@ -3,8 +3,9 @@
 What is rounded to a grid errs by that grid alone, whichever scales it was given (the largest number's, or searched with
 an importance matrix): the reference's numbers are rounded to the very same grid, and the served ones may err as these
 do. A second way of rounding is honest too, to either neighbour at random, and has laws as exact: none goes beyond them,
-and known are how many go to the farther one, and the errors' first, second and fourth powers. Another LoRA, a fine-tune
-or a factor move numbers by what no grid bounds: one of these may then be like either's, but not all.
+and known are how many go to the farther one, how many are too large, and the errors' first, second and fourth powers.
+Another LoRA, a fine-tune or a factor move numbers by what no grid bounds: one of these may then be like either's, but
+not all. These laws and factors are looked for in some rows of a large matrix; what a few rows can break, in all.
 
 A dequantised copy does not say what its grid is. The numbers that are seen in a run of a row are levels of it, and an
 honest number is the nearest of these to the reference's, as it is of all. A grid as fine as that of 8 bits shows but a
@@ -64,7 +65,7 @@ class SeenGrid:
 
     def on_grid(self, weight: Tensor, random: torch.Generator | None = None) -> Tensor:
         """See :class:`Grid`; within each run."""
-        runs = weight.float().reshape(self.levels.shape)
+        runs = weight.float().reshape(self.levels.shape).contiguous()
         above = torch.searchsorted(self.levels, runs).clamp_(1, self.levels.shape[2] - 1)
         lower, upper = self.levels.gather(2, above - 1), self.levels.gather(2, above)
         return either(runs, lower, upper, random).view(weight.shape)

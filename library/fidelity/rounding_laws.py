@@ -15,18 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from library.fidelity.grids import (
-    SURE,
-    Grid,
-    SeenGrid,
-    errs_like,
-    factor_on,
-    gain_of,
-    relative,
-    rounded_on,
-    same_gain,
-    sampled_rows,
-)
+from library.fidelity.grids import SURE, Grid, SeenGrid, errs_like, factor_on, gain_of, relative, rounded_on, same_gain
 from library.precision.files.base import QuantizedWeight
 from library.precision.files.fp8 import Fp8Weight
 from library.randomness import generator
@@ -114,12 +103,8 @@ class ServedMatrix:
         if grid is None or relative(self.numbers, gain * wanted) > _UNLIKE:
             return gain
         found = factor_on(grid, self.numbers, wanted)
-        if found != 1:
-            return found
-        rows = sampled_rows(wanted)
-        likely = gain * wanted[rows]
-        drawn = grid.part(rows).on_grid(likely, generator("factor", *likely.shape))
-        return gain / (gain_of(drawn, likely) or 1.0)  # what rounding at random takes off where it clips
+        drawn = grid.on_grid(gain * wanted, generator("factor", *wanted.shape))  # which clips what it rounds
+        return gain**2 / (gain_of(drawn, wanted) or gain) if found == 1 else found
 
     def _near(self, wanted: Tensor) -> bool:
         """Return whether numbers whose grid is not known, as they are read otherwise, err as layers like it do."""

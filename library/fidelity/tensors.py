@@ -36,7 +36,7 @@ from library.fidelity.grids import (
 )
 from library.fidelity.rounding_laws import TWO_ROUNDINGS, ServedMatrix, same_in_bf16
 from library.fidelity.serving import round_like, rounded, rounds
-from library.fidelity.transformations import SIMPLE, diagnose, nearest_candidate
+from library.fidelity.transformations import diagnose
 from library.fidelity.updates import moved_update, share_in, with_merge
 from library.models.family import Family
 from library.precision.checkpoint import WeightFiles
@@ -322,7 +322,7 @@ def _compared(
         zeros, subnormals, saturated = _shares(served.fp8, wanted)
         row = replace(row, zeros=zeros, subnormals=subnormals, saturated=saturated)
     if delta is not None and bool(delta.any()):
-        row = _with_share(row, pair, served)
+        row = _with_share(row, served, high, delta, pair.merged)
     scheme = served.stored.scheme if served.stored is not None and rounds(served.stored) else None
     if served.fits(wanted, high if pair.holds_update else None):
         row = _judged_by_format(row, served, wanted, fresh)
@@ -330,7 +330,7 @@ def _compared(
             return row, scheme
     if delta is not None and row.lora_share is not None and abs(row.lora_share - pair.merged) > SURE * row.doubt:
         served = replace(served, merged=scheme is not None)
-        named, as_found = _by_its_update(row, served, pair, updates)
+        named, as_found = _by_its_update(row, served, high, delta, pair.merged, updates)
         if named is not None:
             return named, scheme
         wanted = wanted if pair.merged else as_found
@@ -357,15 +357,13 @@ def _kind(pair: _Pair, dtype: str, served: ServedMatrix) -> str:
     return kind if pair.deployed.stored is not None else f"{dtype}, on the grid of {kind}"
 
 
-def _with_share(row: TensorRow, pair: _Pair, served: ServedMatrix) -> TensorRow:
-    """Add what is in the weight of its LoRA's update."""
-    high, numbers, delta, _ = pair.matrices()
-    assert delta is not None
-    stored = served.stored
+def _with_share(row: TensorRow, served: ServedMatrix, high: Tensor, delta: Tensor, merged: bool) -> TensorRow:
+    """Add what is in the weight of its LoRA's update ``delta``."""
+    numbers, stored = served.numbers, served.stored
     base = high if stored is None else on_own_grid(stored, high)
     found = share_in(numbers, high, base, delta, row.own_expected)
     dithered = None
-    if pair.merged:
+    if merged:
         found = with_merge(found, numbers, high, base, delta, partial(on_own_grid, stored) if stored else _in_bf16)
         dithered = _dithered(stored, base, delta) if stored is not None and rounds(stored) else None
     return replace(
@@ -456,27 +454,28 @@ def _beside_most(row: TensorRow, pair: _Pair, schemes: Mapping[str, Scheme], mai
 
 
 def _by_its_update(
-    row: TensorRow, served: ServedMatrix, pair: _Pair, updates: Mapping[str, LoraWeights]
+    row: TensorRow,
+    served: ServedMatrix,
+    high: Tensor,
+    delta: Tensor,
+    merged: bool,
+    updates: Mapping[str, LoraWeights],
 ) -> tuple[TensorRow | None, Tensor]:
     """Return the row if what is wrong with it is which update it holds, or how much of it; and that sum."""
-    high, numbers, delta, wanted = pair.matrices()
-    assert delta is not None
-    if pair.merged and (moved := moved_update(numbers - high, delta, updates)):
+    numbers = served.numbers
+    if merged and (moved := moved_update(numbers - high, delta, updates)):
         cause, words, held = moved
         if served.fits(high + held) or relative(numbers, high + held) < _IN_BF16:
             return replace(row, fault=cause, diagnosis=words), high + held
     found = share_in(numbers, high, high, delta, row.own_expected)
     as_found = high + found.share * delta
-    far = relative(numbers, found.gain * as_found)
-    simple = nearest_candidate(served, wanted, SIMPLE) if far > 1.1 * row.own_expected else None
-    if simple is not None and simple[0] < 0.9 * far:
-        return replace(row, fault=simple[1][0], diagnosis=simple[1][1]), as_found
-    if far > _IN_BF16 and not served.fits(found.gain * as_found):
+    gained = found.gain * as_found
+    if relative(numbers, gained) > _IN_BF16 and not served.fits(gained):
         return None, as_found
     if found.gain == 1:
         return row, as_found
     words = f"times {found.gain:.3g}"
-    if abs(found.share - pair.merged) > _SHARE:
+    if abs(found.share - merged) > _SHARE:
         words = f"{words}, and holds {found.share:.2f} of the update"
     return replace(row, fault="wrong_scale", diagnosis=words), as_found
 

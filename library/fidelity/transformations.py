@@ -10,11 +10,12 @@ far.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
 
 from library.fidelity.grids import dot, gain_of, relative
 from library.fidelity.misreadings import misread
@@ -37,8 +38,6 @@ _AS_NEAR = 1.05  # times as far, which as many gains as there are blocks of 16 m
 _ONE_SIDE = 0.03  # share of errors on the rarer side of zero, when all are cut; times 0.96 has 0.08
 
 Diagnosis = tuple[str, str]  # a key of CAUSES, and words
-Nearest = tuple[float, Diagnosis]  # how far it is still off
-Attempt = Callable[[ServedMatrix, Tensor], Iterator[Candidate]]
 
 
 def diagnose(
@@ -61,17 +60,17 @@ def diagnose(
         return "ruined_layer", f"all {float(numbers.flatten()[0]):.3g}"
     if found := _misrounded(served, wanted):
         return found
-    if nearest := nearest_candidate(served, wanted, (*SIMPLE, _rolled, _transposed, misread, _rescaled, _permuted)):
-        return nearest[1]
+    if found := _nearest_candidate(served, wanted):
+        return found
     if found := _few_wrong(served, wanted):
         return found
     return _of_another(served, wanted, others(), name) or _low_rank(served, wanted) or _elsewhere(served, wanted)
 
 
-def nearest_candidate(served: ServedMatrix, wanted: Tensor, attempts: Sequence[Attempt]) -> Nearest | None:
+def _nearest_candidate(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     """Return the nearest of the candidates that fit, or the first that is as near as rounding lets any be."""
-    best: Nearest | None = None
-    for attempt in attempts:
+    nearest, named = math.inf, None
+    for attempt in (_scaled, _zeroed, _clipped, _rolled, _transposed, misread, _rescaled, _permuted):
         for each in attempt(served, wanted):
             read = served if each.numbers is None else replace(served, numbers=each.numbers, stored=None, seen=None)
             made, words = each.wanted, each.words
@@ -82,10 +81,10 @@ def nearest_candidate(served: ServedMatrix, wanted: Tensor, attempts: Sequence[A
                 continue
             far = relative(read.numbers, made)
             if far <= 1.1 * served.expected or not served.expected:
-                return far, (each.cause, words)
-            if best is None or best[0] > _AS_NEAR * far:
-                best = far, (each.cause, words)
-    return best
+                return each.cause, words
+            if nearest > _AS_NEAR * far:
+                nearest, named = far, (each.cause, words)
+    return named
 
 
 def _misrounded(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
@@ -222,9 +221,6 @@ def _clipped(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
             yield Candidate("clipped", text, wanted.clamp(-limit, limit))
 
 
-SIMPLE: tuple[Attempt, ...] = (_scaled, _zeroed, _clipped)  # number by number
-
-
 def _rolled(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
     for shifts, how in _shifts(served.numbers, wanted):
         rows = wanted.shape[0]
@@ -257,7 +253,7 @@ def _permuted(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
 def _order(found: Tensor, right: Tensor) -> Tensor:
     """Return for each row of ``found`` the row of ``right`` that points its way."""
     project = torch.randn(found.shape[1], 64, generator=generator("order", found.shape[1]))
-    a, b = (torch.nn.functional.normalize(x @ project, dim=1) for x in (found, right))
+    a, b = (normalize(x @ project, dim=1) for x in (found, right))
     rows = max(1, CHUNK // len(b))
     return torch.cat([(a[start : start + rows] @ b.t()).argmax(1) for start in range(0, len(a), rows)])
 
@@ -267,17 +263,13 @@ def _of_another(served: ServedMatrix, wanted: Tensor, others: Mapping[str, Tenso
     places = torch.randint(0, wanted.numel(), (4096,), generator=generator("sample", *wanted.shape))
     sample = served.numbers.flatten()[places]
     for other, numbers in others.items():
-        if other != name and _cosine(sample, numbers.flatten()[places].float()) > 0.8:
+        if other != name and float(cosine_similarity(sample, numbers.flatten()[places].float(), dim=0)) > 0.8:
             high = numbers.float()
             gain = gain_of(served.numbers, high)
             near = min(wanted.shape) > 1 and relative(served.numbers, gain * high) < 0.3
             if near or served.fits(high):
                 return "exchanged", f"holds the weights of {other.removesuffix('.weight')}"
     return None
-
-
-def _cosine(a: Tensor, b: Tensor) -> float:
-    return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
 
 
 def _low_rank(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:

@@ -48,6 +48,7 @@ def test_numbers_are_bitsandbytes_bit_for_bit(
     assert torch.equal(weights.read_float(RowRange(name, 123, 256)), expected[123:256])
     part = whole.part(slice(50, 299), slice(128, 256)).part(slice(7, 100), slice(0, blocksize))
     assert torch.equal(part.dequantize(torch.float32), expected[57:150, 128 : 128 + blocksize])
+    assert torch.equal(whole.part(slice(5, None, 7)).dequantize(torch.float32), expected[5::7])
     turned = weights.read_quantized([RowRange(name, 150, 300), RowRange(name, 0, 150)])
     assert turned is not None
     assert torch.equal(turned.dequantize(torch.float32), expected.roll(150, dims=0))
