@@ -14,18 +14,25 @@ from library.fidelity.comparison import Comparison, compare_models
 from library.fidelity.deployed_parts import captions_of
 from library.fidelity.deployed_parts import words as words_of_part
 from library.fidelity.differences import Differences, compare
-from library.fidelity.findings import CAUSES, REMEDIES, WORTH_MENDING, Finding, as_sentence
+from library.fidelity.findings import REMEDIES, WORTH_MENDING, Finding, as_sentence
 from library.fidelity.fixes import Fix, recommend, recommendation
 from library.fidelity.remedies import Remedy, costly_remedies, free_remedies, in_order, of_findings
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
 from library.fidelity.server_image import ServerResult
 from library.fidelity.server_verdict import advice, findings, headline, is_alarm, remedies, sentences
 from library.fidelity.servers import Merging
-from library.fidelity.serving import REFERENCE, Models, Variant
+from library.fidelity.serving import CONDITIONING, REFERENCE, Models, Variant
 from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
 from networks.files.weights import LoraWeights
 
 _FINE = 0.01  # share of an image's size that is lost without anybody seeing it
+_FLAGS = {  # where to look in a server: cause -> the flag that says what it does
+    "picture and mask": {name: f"--{name}" for name in (*CONDITIONING, "paste")},
+    "the sampler": {"guidance": "--deploy_guidance", "shift": "--deploy_shift", "timestep": "--timestep"},
+    "text encoders and VAE": {"text": "--deploy_text_dtype", "vae": "--deploy_vae_dtype"},
+    "the LoRA": {"merge": "--deploy_lora", "strength": "--deploy_strength", "lora_without": "--deploy_lora_without"},
+    "products": {"activations": "--activations", "attention": "--attention"},
+}
 
 
 @dataclass(frozen=True)
@@ -101,16 +108,17 @@ class Report:
     def sections(self) -> dict[str, list[str]]:
         """Return the verdict for someone who has lost a month over it: heading -> sentences, where there are any."""
         verdict, main = self.verdict, self.verdict.main
-        alike = [each for each in verdict.findings if each.cause == main.cause]
-        others = [each for each in verdict.findings if each.cause != main.cause]
+        first = {main.cause}
+        if not (verdict.alarm or verdict.uncertain):  # by rounding alone: each kind of it
+            first |= {each.cause for each in verdict.findings if each.size == "real"}
+        alike = [each for each in verdict.findings if each.cause in first]
+        others = [each for each in verdict.findings if each.cause not in first]
         unsure = [each for each in others if each in verdict.uncertain]
         small = [each for each in others if not each.exact and each not in unsure and each.share < WORTH_MENDING]
         changed, painted = {each.cause for each in self.attributions}, {each.cause for each in self.painted}
         said = bool(painted) and (main.cause in painted or not verdict.alarm)  # by the server's own remedies
         nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer to the original: "
         changed |= self.same.keys() | (self.server.looked_at if self.server else set())
-        same = [CAUSES[name] for name in vars(REFERENCE) if name not in changed and name in CAUSES]
-        unsaid = "no flag says that your server does any of these, so the report assumes that it does not"
         found = {
             "What the server painted": sentences(self.server) if self.server else [],
             "The deployment as you described it": [verdict.headline, self.described] if self.server else [],
@@ -125,10 +133,22 @@ class Report:
             "Unexplained": [verdict.unexplained()],
             "Ruled out as the main cause": [each.claim() for each in small],
             "Other files": [line for line in self.same.values() if line],
-            "Not looked at": [f"{unsaid}: {', '.join(same)}"] if same else [],
+            "Not looked at": self._not_looked_at(changed),
             "How far off": [verdict.sizes(self.full)],
         }
         return {heading: [*map(as_sentence, filter(None, lines))] for heading, lines in found.items() if any(lines)}
+
+    def _not_looked_at(self, looked_at: set[str]) -> list[str]:
+        """Return with which flags to say what the server does otherwise, a line for each place to look at in it."""
+        places = {
+            place: ", ".join(flag for cause, flag in flags.items() if cause not in looked_at)
+            for place, flags in _FLAGS.items()
+            if place != "picture and mask" or self.eval_set.kind != "none"
+        }
+        lines = [f"{place}: {flags}" for place, flags in places.items() if flags]
+        picture = "" if self.server else ", or give a picture that it painted (--server_image)"
+        unsaid = f"the report takes these to be as in training; say what your server does otherwise{picture}"
+        return [unsaid, *lines] if lines else []
 
     def lines(self) -> list[str]:
         """Return the same for a terminal, a line a sentence."""

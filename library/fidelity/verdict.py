@@ -91,10 +91,10 @@ class Verdict:
 
     @property
     def main(self) -> Finding:
-        """What to look at first: the cause at the border, then the defect with the largest share."""
+        """What to look at first: the cause at the border, then the defect, then the rounding with the largest share."""
         if self.border_cause:
             return self.border_cause
-        rounding = tuple(each for each in self.findings if each.cause == "weights")
+        rounding = tuple(each for each in self.findings if each.cause in self.normal)
         return (self.certain or self.uncertain or rounding or self.findings)[0]
 
     @property

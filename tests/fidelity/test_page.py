@@ -29,6 +29,7 @@ from library.fidelity.runs import EvalSet, Outcome
 from library.fidelity.server_image import Description, ServerResult
 from library.fidelity.tensors import TensorRow
 from library.fidelity.verdict import Attribution, Verdict
+from tools.precision_report import parser
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EVIL = '<script>alert("x")</script> & "more"'
@@ -169,6 +170,19 @@ def test_axes_have_plain_numbers_and_legends_cover_nothing() -> None:
     assert len([label for label in labels if re.fullmatch(r"[\d.]+", label)]) >= 3
     (legend,) = figure.legends
     assert not legend.get_window_extent().overlaps(axis.get_window_extent())
+
+
+def test_kinds_of_rounding_come_by_their_share_and_flags_that_were_not_given_by_place() -> None:
+    parts = Finding("merge", 0.74, (), "by the merge"), Finding("weights", 0.26, (), "by the file")
+    found = replace(make(), verdict=Verdict(parts, None, None)).sections()
+    assert [re.findall(r"[\d.]+%", line) for line in found["How we know"]] == [["74.0%"], ["26.0%"]]
+    assert "eep the LoRA beside the weights" in found["What to do first"][0]
+    assert "What else was found" not in found
+    lines = found["Not looked at"]
+    assert "Picture and mask: --mask_invert, --mask_grow, --mask_snap, --mask_blur, --blank" in lines[1]
+    assert "Text encoders and VAE: --deploy_text_dtype." in lines  # the VAE is one of the report's causes
+    flags = {flag for action in parser()._actions for flag in action.option_strings}
+    assert {*re.findall(r"--\w+", " ".join(lines))} <= flags
 
 
 def test_a_picture_of_the_server_is_asked_for_only_where_none_was_given(tmp_path: Path) -> None:
