@@ -141,9 +141,7 @@ def rounded_on(grid: Grid, numbers: Tensor, wanted: Tensor) -> bool:
 
 def _beyond(numbers: Tensor, nearest: Tensor, draws: Sequence[Tensor], wanted: Tensor) -> float:
     """Return the share of numbers that lie outside both their neighbours, which several ``draws`` show nearly all."""
-    near, far = (nearest - wanted).abs(), torch.zeros_like(wanted)
-    for draw in draws:
-        far = torch.maximum(far, (draw - wanted).abs())
+    near, far = (nearest - wanted).abs(), torch.stack([(draw - wanted).abs() for draw in draws]).amax(0)
     outside = (numbers - wanted).abs() > far + 0.05 * (near + far)
     return float((outside & (far > near)).float().mean())
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from library.fidelity.grids import SURE, Grid, SeenGrid, errs_like, factor_on, gain_of, relative, rounded_on, same_gain
-from library.precision.files.base import QuantizedWeight
+from library.precision.files.base import QuantizedWeight, in_units
+from library.precision.files.cut_weight import scale_of_rows
 from library.precision.files.fp8 import Fp8Weight
 from library.randomness import generator
 
@@ -161,11 +162,7 @@ def steps_of(served: Fp8Weight, wanted: Tensor, base: Tensor | None = None) -> S
 
 def over_scale(weight: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
     """Return rows of ``weight`` in the numbers that the format's values stand for without their scale."""
-    chunk = weight[rows].float()
-    if scale is None:
-        return chunk
-    factors = scale if scale.shape[0] == 1 else scale[rows]
-    return (chunk.view(len(chunk), factors.shape[1], -1) / factors.unsqueeze(-1)).view(chunk.shape)
+    return in_units(weight[rows].float(), None if scale is None else scale_of_rows(scale, rows))
 
 
 def honest(steps: Steps, merged: bool = False) -> bool:

@@ -219,23 +219,25 @@ class _Place:
         return self.module.quantized() if isinstance(self.module, QuantizedLinear) and self.leaf == "weight" else None
 
     @property
+    def numbers(self) -> Tensor:
+        """Its numbers, those of a quantised weight in fp32."""
+        return self.tensor if self.quantized_weight is None else self.quantized_weight.dequantize(torch.float32)
+
+    @property
     def stored(self) -> QuantizedWeight | None:
         """The weight of a quantised layer on the CPU, as :meth:`matrix` is."""
         return None if self.quantized_weight is None else self.quantized_weight.to("cpu")
 
     def matrix(self) -> Tensor:
         """Return the numbers in fp32 on the CPU, [out, rest]; a vector is one row."""
-        numbers = (
-            self.tensor.float() if self.quantized_weight is None else self.quantized_weight.dequantize(torch.float32)
-        )
+        numbers = self.numbers.float()
         return numbers.cpu().reshape(1 if numbers.ndim < 2 else numbers.shape[0], -1)
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer as numbers; a LoRA beside a layer is left out, what is quantised turned back."""
     for place in _walk(model, ""):
-        quantized_weight = place.quantized_weight
-        yield place.name, place.tensor if quantized_weight is None else quantized_weight.dequantize(torch.float32)
+        yield place.name, place.numbers
 
 
 def _places(model: nn.Module) -> dict[str, _Place]:

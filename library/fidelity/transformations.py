@@ -162,8 +162,6 @@ def _rescaled(served: ServedMatrix, wanted: Tensor) -> Iterator[Candidate]:
         what = f"{int(off.sum())} of {gains.numel()} {'rows' if blocks == 1 else 'blocks'}"
         alike = high / low < 1 + max(_FACTOR, known)
         words = f"{what} times {_factor(float(values.mean()) if alike else low, served.expected)}"
-        if abs(low + 1) < _FACTOR and abs(high + 1) < _FACTOR:
-            words = f"the sign of {what} is flipped"
         gains = gains if moved else torch.where(off, gains, 1.0)
         words = moved or (words if alike else f"{words} to {_factor(high, served.expected)}")
         yield Candidate("wrong_scale", words, wanted * spread(gains, wanted))
