@@ -241,8 +241,12 @@ def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, 
             size = file.seek(0, 2)
             file.seek(0)
             beginning = file.read(8)
+            if not size:
+                raise UserError(f"{path}: is empty; download or convert it again")
             if beginning.startswith(MAGIC):
                 return read_gguf_header(path, file, may_be_cut)
+            if size < 8:
+                raise ValueError(f"only {size} bytes")
             (length,) = struct.unpack("<Q", beginning)
             if length > size - 8:
                 raise ValueError("header longer than the file")
@@ -260,8 +264,10 @@ def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, 
         raise
     except (ValueError, struct.error, RecursionError) as error:
         known = (what for begins, what in _NOT_SAFETENSORS.items() if beginning.startswith(begins))
-        why = next(known, f"or a damaged one ({error}); download or convert it again")
-        raise UserError(f"{path}: not a safetensors file {why}") from None
+        gguf = Path(path).suffix.lower() == ".gguf"
+        reason, kind = ("it does not begin with GGUF's magic", "GGUF") if gguf else (error, "safetensors")
+        why = next(known, f"or a damaged one ({reason}); download or convert it again")
+        raise UserError(f"{path}: not a {kind} file {why}") from None
     if header.get("__metadata__", "") is None:  # the library allows it
         del header["__metadata__"]
     return header, 8 + length

@@ -114,9 +114,10 @@ def check_map(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key
     for name, shape in expected.items():
         found = weights.shape_of(key_map[name])
         if not stands_for(found, shape):
+            source = key_map[name][0].source
             raise UserError(
-                f"{weights.path}: tensor {key_map[name][0].source!r} has shape {found}, the architecture "
-                f"wants {shape}; use a file of the right model"
+                f"{weights.entries[source].file}: tensor {source!r} has shape {found}, the architecture wants {shape}; "
+                "use a file of the right model, or download or convert this one again if it is"
             )
 
 

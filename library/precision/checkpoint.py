@@ -221,14 +221,16 @@ def quantized_file(file: FileTensors) -> QuantizedFile | None:
         if name in weights or name in found.bookkeeping:
             continue
         layer, _, leaf = name.rpartition(".")
-        if leaf in _SCALES:
-            raise file.refuse(name, "is a scale without a quantised weight")
+        unread = f"{layer}.weight" not in weights and file.dtype(f"{layer}.weight") in _QUANTISED_DTYPES
+        if leaf in _SCALES and not unread:
+            raise file.damaged(name, "is a scale without a quantised weight")
         if leaf in ("absmax", "quant_map", "SCB") or "quant_state" in name:
             raise file.refuse(name, "belongs to a bitsandbytes checkpoint")
-        if leaf not in ("weight", "bias") and file.dtype(f"{layer}.weight") in _QUANTISED_DTYPES:
+        if leaf not in ("weight", "bias", *_SCALES) and file.dtype(f"{layer}.weight") in _QUANTISED_DTYPES:
             raise file.refuse(name, "belongs to a quantisation that is not known here")
         if leaf == "weight_scale_2":
-            raise file.refuse(name, "is a scale without a quantised weight")
+            raise file.damaged(name, "is a scale without a quantised weight")
         if leaf == "weight" and entry.dtype in _QUANTISED_DTYPES:
-            raise file.refuse(name, f"has dtype {entry.dtype}, whose meaning no known layout gives")
+            refuse = file.damaged if weights else file.refuse
+            raise refuse(name, f"has dtype {entry.dtype}, whose meaning no known layout gives")
     return found if weights else None

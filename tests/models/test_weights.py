@@ -171,14 +171,14 @@ def test_a_vector_may_stand_for_a_table_of_as_many_numbers_row_by_row(linear_fil
 def test_quantisations_of_no_known_format_are_refused_by_the_name_that_shows_them(tmp_path: Path) -> None:
     path = tmp_path / "q.safetensors"
     for name, why in {
-        "0.scale_weight": "is a scale without a quantised weight",
-        "0.weight_scale": "is a scale without a quantised weight",
-        "0.comfy_quant": "is not the JSON object ComfyUI writes",
-        "0.weight.absmax": "belongs to a bitsandbytes checkpoint",
-        "0.weight.quant_state.x": "belongs to a bitsandbytes checkpoint",
+        "0.scale_weight": "is a scale without a quantised weight; download or convert it again",
+        "0.weight_scale": "is a scale without a quantised weight; download or convert it again",
+        "0.comfy_quant": "is not the JSON object ComfyUI writes; download or convert it again",
+        "0.weight.absmax": "belongs to a bitsandbytes checkpoint; use the bf16 file, or one of a format",
+        "0.weight.quant_state.x": "belongs to a bitsandbytes checkpoint; use the bf16 file, or one of a format",
     }.items():
         save_file({"0.weight": torch.ones(1), name: torch.ones(1)}, path)
-        with pytest.raises(UserError, match=f"'{name}' {why}; use the bf16 file, or one of a format"):
+        with pytest.raises(UserError, match=f"'{name}' {why}"):
             WeightFiles(path)
     save_file({"0.weight": torch.ones(4, 3, dtype=torch.int8)}, path)
     with pytest.raises(UserError, match=r"'0\.weight' has dtype I8, whose meaning no known layout gives; use the bf16"):

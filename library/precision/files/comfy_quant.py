@@ -68,9 +68,9 @@ class ComfyLayer:
         found = self.file.dtype(name)
         if found is None:
             what = "marks a layer without a weight" if leaf == "weight" else f"says {kind}, and there is no {leaf}"
-            raise self.file.refuse(f"{self.name}.comfy_quant", what, "download it again")
+            raise self.file.damaged(f"{self.name}.comfy_quant", what)
         if found not in dtypes:
-            raise self.file.refuse(name, f"has dtype {found} where {kind} has {' or '.join(dtypes)}")
+            raise self.file.damaged(name, f"has dtype {found} where {kind} has {' or '.join(dtypes)}")
         return name
 
     def matrix(self, dtypes: Sequence[str]) -> tuple[int, int]:
@@ -217,7 +217,7 @@ def scales_are_tiled(file: FileTensors, name: str, weight: tuple[int, int], run:
         UserError: the shape is neither's.
     """
     if weight[1] % run:
-        raise file.refuse(name, f"cannot scale runs of {run} of {weight[1]} inputs")
+        raise file.damaged(name, f"cannot scale runs of {run} of {weight[1]} inputs")
     by_rows, shape = (weight[0], weight[1] // run), file.entries[name].shape
     tiled = tiled_shape(by_rows)
     if tiles and shape in (tiled, (tiled[0] * tiled[1],)):
@@ -225,7 +225,7 @@ def scales_are_tiled(file: FileTensors, name: str, weight: tuple[int, int], run:
     if shape == by_rows:
         return False
     expected = f"{list(tiled)} (in tiles) or {list(by_rows)} (by rows)" if tiles else f"{list(by_rows)}, by rows"
-    raise file.refuse(name, f"of shape {list(shape)} are not the block scales of their weight, which are {expected}")
+    raise file.damaged(name, f"of shape {list(shape)} are not the block scales of their weight, which are {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)

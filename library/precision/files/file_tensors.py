@@ -115,13 +115,14 @@ class FileTensors:
 
     def damaged(self, name: str, why: str) -> UserError:
         """Return the error for tensor ``name`` of a file that was not meant so."""
-        return self.refuse(name, why, "download it again")
+        return self.refuse(name, why, "download or convert it again")
 
     def refuse(
         self, name: str, why: str, remedy: str = "use the bf16 file, or one of a format that is read"
     ) -> UserError:
-        """Return the error for tensor ``name``."""
-        return UserError(f"{self.path}: {name!r} {why}; {remedy}")
+        """Return the error for tensor ``name``, of the file that holds it or its layer's weight."""
+        entry = self.entries.get(name) or self.entries.get(f"{name.rpartition('.')[0]}.weight")
+        return UserError(f"{entry.file if entry else self.path}: {name!r} {why}; {remedy}")
 
     @cached_property
     def layer_configs(self) -> dict[str, dict[str, Any]]:
@@ -132,12 +133,12 @@ class FileTensors:
                 layers = json.loads(self.metadata["_quantization_metadata"])["layers"]
                 configs |= {self.full_name(layer): dict(config) for layer, config in layers.items()}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise self.refuse("_quantization_metadata", "is not the JSON object ComfyUI writes") from None
+                raise self.damaged("_quantization_metadata", "is not the JSON object ComfyUI writes") from None
         for name in (name for name in self.entries if name.rpartition(".")[2] == "comfy_quant"):
             try:
                 configs[name.rpartition(".")[0]] = dict(json.loads(bytes(self.read(name).tolist())))
             except (ValueError, TypeError, RecursionError):
-                raise self.refuse(name, "is not the JSON object ComfyUI writes") from None
+                raise self.damaged(name, "is not the JSON object ComfyUI writes") from None
         for layer, config in configs.items():
             if not isinstance(kind := config.get("format"), str | None):
                 raise self.refuse(f"{layer}.comfy_quant", f"names the format {kind!r}, which is not read")

@@ -383,7 +383,7 @@ def _stored(file: FileTensors, name: str, fp8: Fp8Format, marked: bool, precise:
     if config is not None:
         layout, precise = "comfy_quant", bool(config.get(HIGH_PRODUCTS))
         if not beside:
-            raise file.refuse(name, "is quantised by its marker and has no weight_scale")
+            raise file.damaged(name, "is quantised by its marker and has no weight_scale")
     elif layout == "rows" and scale_shape is not None and scale_shape[0] == 1 and shape[:1] != (1,):
         raise file.refuse(beside[0], "is one scale without a comfy_quant marker or _quantization_metadata")
     elif marked and layout == "plain":
@@ -414,7 +414,7 @@ def _scale_shape(file: FileTensors, name: str, shape: Sequence[int]) -> tuple[in
         blocks = found[1] if len(found) > 1 else 1
         if shape[1] % blocks == 0:
             return (shape[0], blocks)
-    raise file.refuse(
+    raise file.damaged(
         name, f"of shape {list(found)} is no scale per tensor, row or block of a weight of shape {list(shape)}"
     )
 

@@ -190,7 +190,9 @@ def find(file: FileTensors) -> dict[str, StoredWeight]:
             known = ", ".join(TYPES)
             raise file.refuse(name, f"is of GGUF's type {entry.dtype}, which is not read", f"use a file in {known}")
         if len(entry.shape) < 2 or math.prod(entry.shape[1:]) % TYPES[entry.dtype][0]:
-            raise file.refuse(name, f"of shape {list(entry.shape)} is {entry.dtype} with rows that are no whole blocks")
+            raise file.damaged(
+                name, f"of shape {list(entry.shape)} is {entry.dtype} with rows that are no whole blocks"
+            )
         found[name] = StoredGguf(
             name=name, shape=entry.shape, layout="gguf", tensors={"values": name}, kind=entry.dtype
         )

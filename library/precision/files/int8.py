@@ -257,7 +257,7 @@ def _stored(layer: ComfyLayer) -> StoredInt8:
     file, shape, scale = layer.file, layer.matrix(("I8",)), layer.tensor("weight_scale", _SCALE_DTYPES)
     found = file.entries[scale].shape
     if found not in ((), (1,), (1, 1), (shape[0],), (shape[0], 1)):
-        raise file.refuse(scale, f"of shape {list(found)} is no scale of a tensor or its rows, {list(shape)}")
+        raise file.damaged(scale, f"of shape {list(found)} is no scale of a tensor or its rows, {list(shape)}")
     group = layer.option("convrot_groupsize", _GROUPS[0]) if layer.option("convrot", False) else 0
     if group and (not _is_power_of_four(group) or shape[1] % group):
         why = f"rotates runs of {group!r} inputs, of {shape[1]}; they have to be a power of 4 that divides them"

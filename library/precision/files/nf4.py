@@ -231,14 +231,14 @@ def _stored(file: FileTensors, marker: str) -> StoredNf4:
     tensors = {"values": name, **{field: f"{name}.{field}" for field in sizes}}
     for tensor in tensors.values():
         if tensor not in file.entries:
-            raise file.refuse(tensor, f"is missing, and {marker!r} asks for it", "download it again")
+            raise file.damaged(tensor, f"is missing, and {marker!r} asks for it")
     if file.entries[name].bytes * 2 != outputs * inputs or inputs % 2:
-        raise file.refuse(name, f"of {file.entries[name].bytes} bytes is no {kind} weight of {outputs} x {inputs}")
+        raise file.damaged(name, f"of {file.entries[name].bytes} bytes is no {kind} weight of {outputs} x {inputs}")
     for field, size in sizes.items():
         entry, wanted = file.entries[tensors[field]], "U8" if field == "absmax" and "nested_offset" in state else "F32"
         if entry.numbers != size or entry.dtype != wanted:
             why = f"is {entry.numbers} of {entry.dtype} where its weight of {outputs} x {inputs} has {size} of {wanted}"
-            raise file.refuse(tensors[field], why, "download it again")
+            raise file.damaged(tensors[field], why)
     return StoredNf4(
         name=name, shape=(outputs, inputs), layout="nf4", tensors=tensors, kept=(marker,), state=state, kind=kind
     )
@@ -274,5 +274,5 @@ def _state(file: FileTensors, marker: str) -> dict[str, Any]:
         if len(state["shape"]) != 2 or not all(type(side) is int and side > 0 for side in whole):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise file.refuse(marker, "is not the JSON object bitsandbytes writes", "download it again") from None
+        raise file.damaged(marker, "is not the JSON object bitsandbytes writes") from None
     return dict(state)

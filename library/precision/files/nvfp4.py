@@ -256,7 +256,7 @@ def _stored(layer: ComfyLayer, marked: bool = True) -> StoredNvfp4:
         )
     blocks, scale = layer.tensor("weight_scale", ("F8_E4M3", "U8")), layer.tensor("weight_scale_2", ("F32",))
     if torch.Size(file.entries[scale].shape).numel() != 1:
-        raise file.refuse(scale, f"of shape {list(file.entries[scale].shape)} is not one scale of a matrix")
+        raise file.damaged(scale, f"of shape {list(file.entries[scale].shape)} is not one scale of a matrix")
     whole = (stored_shape[0], 2 * stored_shape[1])
     fields = layer.fields(layer.unpadded(whole, BLOCK), block_scale=blocks, scale=scale)
     if not marked:

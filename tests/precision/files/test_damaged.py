@@ -268,3 +268,47 @@ def test_a_plain_cast_among_scaled_layers_is_honest(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save_file(honest("fp8 tensor") | {"d.weight": torch.randn(OUT, IN).to(E4M3)}, path)
     assert read(path)["d.weight"].abs().max() < 8
+
+
+def first_half(tensor: Tensor) -> Tensor:
+    return tensor[: len(tensor) // 2].clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "damaged", "change", "said"),
+    [
+        ("fp8 comfy_quant", "a.comfy_quant", first_half, "'a.comfy_quant' is not the JSON object ComfyUI writes"),
+        ("fp8 comfy_quant", "a.weight_scale", lambda t: None, "'a.weight' is quantised by its marker and has no"),
+        (
+            "fp8 musubi row",
+            "a.scale_weight",
+            lambda t: t[1:].clone(),
+            r"'a.scale_weight' of shape \[255, 1\] is no scale",
+        ),
+        ("fp8 tensor", "a.weight", lambda t: t.view(torch.uint8), "'a.weight' has dtype U8, whose meaning"),
+        ("nf4", "a.weight", first_half, "'a.weight' of .* bytes is no nf4 weight"),
+    ],
+)
+def test_damage_names_its_file_and_the_remedy(
+    kind: str, damaged: str, change: Callable[[Tensor], Tensor | None], said: str, tmp_path: Path
+) -> None:
+    tensors, path = honest(kind), tmp_path / "model.safetensors"
+    made = change(tensors.pop(damaged))
+    save_file(tensors | ({} if made is None else {damaged: made}), path)
+    with pytest.raises(UserError, match=f"model.safetensors: {said}.*; download or convert it again$"):
+        read(tmp_path)  # a folder, of which the file is named
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("m.safetensors", b"", "is empty"),
+        ("m.gguf", b"", "is empty"),
+        ("m.safetensors", b"abc", "not a safetensors file .*only 3 bytes"),
+        ("m.gguf", b"GGUX" + bytes(60), "not a GGUF file .*magic"),
+    ],
+)
+def test_a_file_that_is_none_says_why(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name}: {said}.*; download or convert it again$"):
+        read(tmp_path / name)

@@ -156,5 +156,5 @@ def test_a_damaged_scale_is_named(kind: str, tmp_path: Path) -> None:
     with open(path, "r+b") as file:
         file.seek(place)
         file.write(struct.pack("<e", float("inf")))
-    with pytest.raises(UserError, match=r"m.gguf: 'a.weight' holds NaN or infinity; download it again"):
+    with pytest.raises(UserError, match=r"m.gguf: 'a.weight' holds NaN or infinity; download or convert it again"):
         WeightFiles(path).read_quantized([RowRange("a.weight")])

@@ -114,7 +114,7 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path) -> None:
     said = json.loads(bytes(whole[mark].tolist()))
     without = lambda name: {key: tensor for key, tensor in whole.items() if key != name}  # noqa: E731
     cases = {
-        "'a.weight.absmax' is missing, and .* asks for it; download it again": without("a.weight.absmax"),
+        "'a.weight.absmax' is missing, and .* asks for it; download or convert it again": without("a.weight.absmax"),
         "'a.weight.nested_quant_map' is missing": without("a.weight.nested_quant_map"),
         "'a.weight' is missing": without("a.weight"),
         "'a.weight.quant_map' belongs to a bitsandbytes": without(mark),
