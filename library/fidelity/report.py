@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,6 +74,13 @@ class Report:
         return recommend(self.fixes, self.full)
 
     @property
+    def best_remedy(self) -> Remedy | None:
+        """What mends the main cause; of rounding alone, what takes off most of the error."""
+        main, known = self.verdict.main.cause, [each for each in self.remedies if not math.isnan(each.takes_off.value)]
+        only_rounding = main in self.verdict.normal
+        return next((each for each in known if only_rounding or each.cause == main), None)
+
+    @property
     def alarm(self) -> bool:
         """Whether there is anything to mend, in the deployment as described or in what the server painted."""
         return self.verdict.alarm or (self.server is not None and is_alarm(self.server))
@@ -118,15 +126,16 @@ class Report:
         changed, painted = {each.cause for each in self.attributions}, {each.cause for each in self.painted}
         said = bool(painted) and (main.cause in painted or not verdict.alarm)  # by the server's own remedies
         nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer to the original: "
+        best = self.best_remedy
         changed |= self.same.keys() | (self.server.looked_at if self.server else set())
         found = {
             "What the server painted": sentences(self.server) if self.server else [],
             "The deployment as you described it": [verdict.headline, self.described] if self.server else [],
             "How we know": [each.claim() for each in alike],
-            "What to do first": [] if said else [nothing + REMEDIES[main.cause]],
+            "What to do first": [] if said else [nothing + (best.words if best else REMEDIES[main.cause])],
             "The border": verdict.on_the_border(self.server is not None),
             "Recommended of the fixes": [recommendation(self.best, self.full)] if self.fixes else [],
-            "What else helps": [each.words for each in self.remedies if not each.cost and not each.cause],
+            "What else helps": [each.words for each in self.remedies if not (each.cost or each.cause or each is best)],
             "How the server merges": merge_sentences(self.merges),
             "What else was found": [each.sentence() for each in others if each not in (*small, *unsure)],
             "Too few images to tell": [f"{each.claim()}; {verdict.images_wanted(each)} would" for each in unsure],

@@ -91,8 +91,8 @@ class Verdict:
 
     @property
     def main(self) -> Finding:
-        """What to look at first: the cause at the border, then the defect, then the rounding with the largest share."""
-        if self.border_cause:
+        """What to look at first: what is at the border but rounding, then the defect, then the largest rounding."""
+        if self.border_cause and self.border_cause.cause not in self.normal:
             return self.border_cause
         rounding = tuple(each for each in self.findings if each.cause in self.normal)
         return (self.certain or self.uncertain or rounding or self.findings)[0]

@@ -22,8 +22,10 @@ from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences
 from library.fidelity.figures import error_curves, picture_rows
 from library.fidelity.findings import Finding
+from library.fidelity.intervals import Share
 from library.fidelity.layers import ActivationSizes, LayerRow
 from library.fidelity.page import write_report
+from library.fidelity.remedies import Remedy, in_order
 from library.fidelity.report import Report
 from library.fidelity.runs import EvalSet, Outcome
 from library.fidelity.server_image import Description, ServerResult
@@ -177,6 +179,10 @@ def test_kinds_of_rounding_come_by_their_share_and_flags_that_were_not_given_by_
     found = replace(make(), verdict=Verdict(parts, None, None)).sections()
     assert [re.findall(r"[\d.]+%", line) for line in found["How we know"]] == [["74.0%"], ["26.0%"]]
     assert "eep the LoRA beside the weights" in found["What to do first"][0]
+    refit, bypass = (Remedy(text, takes_off=Share(part)) for text, part in (("Refit it.", 0.26), ("Bypass.", 0.74)))
+    best = replace(make(), verdict=Verdict(parts, None, None), remedies=in_order([refit, bypass], "merge")).sections()
+    assert best["What to do first"][0].endswith("Bypass. It takes off 74% of the error.")
+    assert best["What else helps"] == ["Refit it. It takes off 26% of the error."]
     assert "What else was found" not in found
     lines = found["Not looked at"]
     assert "Picture and mask: --mask_invert, --mask_grow, --mask_snap, --mask_blur, --blank" in lines[1]

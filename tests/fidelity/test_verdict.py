@@ -70,6 +70,7 @@ def test_the_largest_real_cause_is_the_headline_and_its_remedy_the_first() -> No
     found = in_order([small, files, *of_findings(verdict)], verdict.main.cause)
     assert [each.cause for each in found] == ["blank", "guidance", ""]
     assert f"takes off {verdict.main.share:.0%} of the error" in found[0].words
+    assert not in_order([Remedy("made it worse", takes_off=Share(-0.06, -0.2, 0.08))], "blank")
     assert verdict.main.share == pytest.approx(0.74, abs=0.02)  # 0.05 an image, 8 images
 
 
