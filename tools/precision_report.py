@@ -44,7 +44,7 @@ from tools.command import (
     whole,
 )
 
-FLAGS = {"blank": "blank", "guidance": "deploy_guidance", "text": "deploy_t5_tokens"}
+FLAGS = {"blank": "blank", "guidance": "deploy_guidance", "t5_tokens": "deploy_t5_tokens"}
 TEXT_FILES = ("clip_l", "t5xxl", "text_encoder")
 
 
@@ -238,18 +238,17 @@ def variant_of(options: argparse.Namespace) -> Variant:
         raise UserError(f"--deploy_{name}: {options.model_type} has no such file; it has {', '.join(row.files)}")
     if options.deploy_t5_tokens and "t5xxl" not in row.files:
         raise UserError(f"--deploy_t5_tokens: {options.model_type} has no T5; remove it")
-    text = parts | {"t5xxl_max_token_length": options.deploy_t5_tokens}
     vae = {"ae" if "ae" in row.files else "vae": options.deploy_vae}
     return Variant(
         weights=True,
         merge=merge,
         activations=None if options.activations in (None, "none") else options.activations,
         lora_without=tuple(options.deploy_lora_without),
-        text=_served(text, options.deploy_text_dtype),
+        text=_served(parts, options.deploy_text_dtype),
         vae=_served(vae, options.deploy_vae_dtype),
         timestep=(PRECISIONS | {"fp8": torch.float8_e4m3fn})[options.timestep],
         **{name: getattr(options, name) for name in ("attention", "paste", *CONDITIONING)},
-        **{name: getattr(options, f"deploy_{name}") for name in ("strength", "guidance", "shift")},
+        **{name: getattr(options, f"deploy_{name}") for name in ("strength", "guidance", "shift", "t5_tokens")},
     )
 
 
@@ -385,15 +384,15 @@ def main() -> None:
     if options.fix is not None:
         _check_fix(options)
     calibration = plan.prepare(console)
-    variant, same = settle(models, variant, calibration, options.steps)
-    for cause in variant.changes().keys() - declared.changes().keys():
+    given = as_program_gives(models, variant, calibration)
+    by_itself = given.changes().keys() - variant.changes().keys()
+    variant, same = settle(models, given, calibration, options.steps)
+    for cause in variant.changes().keys() - declared.changes().keys() - by_itself:
         what = "; ".join([models.words(cause, getattr(variant, cause)), *fields(models, variant, cause)])
         console.print(f"note: {models.deployed.name} differs in more than weights: {what}")
-    given = as_program_gives(models, variant, calibration)
-    for cause in given.changes().keys() - variant.changes().keys():
-        says = f"{models.server.words}: by itself it gives {models.words(cause, getattr(given, cause))}"
+    for cause in variant.changes().keys() & by_itself:
+        says = f"{models.server.words}: by itself it gives {models.words(cause, getattr(variant, cause))}"
         console.print(f"note: {says} of training; --{FLAGS[cause]} says what yours does")
-    variant = given
     report = measure(
         models,
         [(replace(variant, merge=each.how), each) for each in merges] or [(variant, None)],

@@ -25,13 +25,12 @@ from library.config.model_types import ConditionKind
 from library.data.cache import Pixels
 from library.data.images import blanked
 from library.fidelity.calibration import Calibration
-from library.fidelity.serving import LowDtype, Models, Served, Variant
+from library.fidelity.serving import LowDtype, Models, Variant
 from library.precision.fp8_numbers import E4M3FN, round_to_nearest
 from library.randomness import generator
 from networks.files.layouts import PRECISIONS
 
 _BLACK = 12 / 127.5 - 1  # every channel at most 12 of 255: JPEG's black
-T5_TOKENS = "t5xxl_max_token_length"
 _SPECK = 9  # pixels a side: what is smaller is a shadow, not a region
 
 
@@ -66,11 +65,11 @@ def as_program_gives(models: Models, variant: Variant, calibration: Calibration)
         usual = family_defaults(family.name)
         if trained.guidance not in (usual["guidance_scale"], usual["sample_guidance"]):
             variant = replace(variant, guidance=usual["sample_guidance"])
-    length, text = models.config.t5xxl_max_token_length, variant.text or Served()
-    if length and T5_TOKENS not in dict(text.options) and length != program.t5_tokens:
-        variant = replace(variant, text=replace(text, options=(*text.options, (T5_TOKENS, program.t5_tokens))))
+    if length := models.config.t5xxl_max_token_length:
+        tokens = variant.t5_tokens or program.t5_tokens
+        variant = replace(variant, t5_tokens=None if tokens == length else tokens)
     models.trained = {"blank": " and ".join(blanks), "guidance": f"{options.guidance_scale:g}"}
-    models.trained |= {"text": str(length)} if length and not text.options else {}
+    models.trained |= {"t5_tokens": str(length)} if length else {}
     return variant
 
 

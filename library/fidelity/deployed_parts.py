@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from library.checksums import weights_fingerprint
@@ -38,10 +39,13 @@ _OF_FILES = ("dtype", "torch_dtype", "transformers_version", "architectures", "m
 _SAME_EFFECTS = {
     "tokenizer": "these captions get the same tokens, or tokens that do the same",
     "text": "these captions get the same embeddings",
+    "t5_tokens": "these captions get the same embeddings",
     "vae": "these images get the same latents, and back",
     "shift": "these images are sampled at the same noise levels",
 }
-_SAMPLER = ("scheduler class", "scheduler stochastic_sampling")  # settings that noise levels say nothing of
+# what Euler's noise levels follow from
+_NOISE_LEVELS = {*inspect.signature(FlowMatchEulerDiscreteScheduler).parameters} - {"stochastic_sampling"}
+_USUAL_STEPS = 28  # of a sampling run; with a few, schedules that differ may be alike
 
 
 # From files.
@@ -140,10 +144,14 @@ def settle(models: Models, variant: Variant, calibration: Calibration, steps: in
             unseen = cause == "shift" and not steps
             if unseen or _does_alike(models, variant.only(cause), cause, calibration, steps):
                 effect = "not looked at, because nothing is sampled (--steps 0)" if unseen else _SAME_EFFECTS[cause]
-                if cause == "shift" and any(each.startswith(_SAMPLER) for each in fields(models, variant, cause)):
-                    effect = "another sampler, which is not looked at: the report samples by Euler's method"
+                usual = cause == "shift" and _does_alike(models, variant.only(cause), cause, calibration, _USUAL_STEPS)
+                if cause == "shift" and not unseen and not usual:
+                    effect += f" in {counted(steps, 'step')}, but not in {_USUAL_STEPS} (--steps)"
                 same[cause] = f"{words(models, variant, cause, captions_of(calibration))}: {effect}"
                 variant = variant.without(cause)
+            if cause == "shift" and models.folder and (sampler := _scheduler_fields(models, _NOISE_LEVELS)):
+                effect = "another sampler, which is not looked at: the report samples by Euler's method"
+                same[cause] = "; ".join(filter(None, [same.get(cause), f"{', '.join(sampler)}: {effect}"]))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever transformers, diffusers and torch raise for a config
@@ -242,7 +250,7 @@ def fields(models: Models, variant: Variant, cause: str) -> list[str]:
         configs = (family.files.transformer_config for family in (own, folder))
         return _of_class("transformer", own.transformer_class, *configs)
     if folder is not None and value == "deployed":
-        return _changed("scheduler", *map(_scheduler, (own, folder)))
+        return _scheduler_fields(models)
     if folder is not None and value == "ignored" and own.guidance_input and not folder.guidance_input:
         return ["transformer config guidance_embeds False instead of True"]
     if cause == "tokenizer":
@@ -263,7 +271,18 @@ def _scheduler(family: Family) -> dict[str, Any]:
     """Return a scheduler's class and settings; the settings as Euler's method, the usual class, reads them."""
     found = read_config(family.files.scheduler, "scheduler_config.json") if family.files.scheduler else {}
     usual = family.scheduler()
-    return {"class": found.get("_class_name", type(usual).__name__), **_settings(usual.config)}
+    return {"class": found.get("_class_name", type(usual).__name__), **_settings(found), **_settings(usual.config)}
+
+
+def _scheduler_fields(models: Models, unread: Collection[str] = ()) -> list[str]:
+    """Return which settings a deployed scheduler has otherwise, one that only one of the two has too.
+
+    ``unread``: those that are left out.
+    """
+    assert models.folder is not None
+    settings = [_scheduler(each) for each in (models.family, models.folder)]
+    keys = [key for key in dict.fromkeys((*settings[1], *settings[0])) if key not in unread]
+    return _changed("scheduler", *({key: each.get(key) for key in keys} for each in settings))
 
 
 def _of_class(title: str, kind: Any, high: Mapping[str, Any], served: Mapping[str, Any]) -> list[str]:

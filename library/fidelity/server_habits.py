@@ -53,6 +53,7 @@ _WORDS = {
     "vae": "VAE {}",
     "text": "text encoders {}",
     "timestep": "timesteps in {}",
+    "t5_tokens": "T5 with {} tokens of a caption",
 }
 _OTHER_WORDS = {
     ("mask_snap", 8): "mask snapped to latent cells",

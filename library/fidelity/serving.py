@@ -56,7 +56,7 @@ class Served:
     """Text encoders, or a VAE, as a server has them.
 
     Attributes:
-        options: keys of ``[model]`` and their values, where they are not the reference's: other files, fewer tokens.
+        options: keys of ``[model]`` and their values, where they are not the reference's: other files.
         dtype: of weights and products; "fp8" is a plain cast of the weights (of text encoders, of the large one),
             "fp8_block64" has a scale for 64 inputs; None: as the reference.
     """
@@ -85,6 +85,7 @@ class Variant:
             them.
         attention: "fp8": q, k and v are rounded to e4m3fn before their products, a scale a head.
         tokenizer: their folders. text: text encoders. vae: the VAE, which encodes the conditions and decodes.
+        t5_tokens: that FLUX's T5 is given of a caption.
         guidance: given to the guidance input; "ignored" leaves the guidance vector out of the modulation.
         shift: static shift of the sampler's schedule; "deployed": the scheduler of the deployed folder.
         timestep: dtype that timesteps are carried in.
@@ -105,6 +106,7 @@ class Variant:
     attention: Literal["fp8"] | None = None
     tokenizer: Served | None = None
     text: Served | None = None
+    t5_tokens: int | None = None
     vae: Served | None = None
     guidance: float | Literal["ignored"] | None = None
     shift: float | Literal["deployed"] | None = None
@@ -398,11 +400,12 @@ class Models:
         parts = {name: layers for name, layers in self.served_lora(variant).items() if name != self.targets.file_prefix}
         if self.deployed.merged and variant.text is not None and variant.text.options:
             parts = {}  # the deployed encoders have their part of the LoRA inside
-        if variant.text is None and variant.tokenizer is None and not parts and not changed:
+        encoders = (variant.text, variant.tokenizer, variant.t5_tokens)
+        if not any(encoders) and not parts and not changed:
             return None
         names = tuple(sorted(name for layers in parts.values() for name in layers))
         shown = tuple((job.caption, job.flipped, *(image.key() for image in job.images)) for job in jobs)
-        state = (variant.text, variant.tokenizer, variant.strength if parts else 1.0, names, shown)
+        state = (*encoders, variant.strength if parts else 1.0, names, shown)
         if state not in self._texts:
             encoder = self.text_encoder(variant)
             by_number = {str(number): job for number, job in enumerate(jobs)}
@@ -413,7 +416,8 @@ class Models:
     def text_encoder(self, variant: Variant) -> Any:
         """Return the text encoders of ``variant``."""
         served = variant.text or Served()
-        family, recipe = self.part_family(served, variant.tokenizer), None
+        tokens = Served((("t5xxl_max_token_length", variant.t5_tokens),)) if variant.t5_tokens else None
+        family, recipe = self.part_family(served, variant.tokenizer, tokens), None
         if served.dtype in ("fp8", "fp8_block64") and WeightFiles(family.files.text_encoders[-1]).quantized is None:
             recipe = Recipe(loaded_scheme("cast" if served.dtype == "fp8" else "block64"), exclude=())
         encoder = family.load_text_encoder(PRECISIONS.get(served.dtype or "", self.dtype), self.device, recipe=recipe)
@@ -490,7 +494,10 @@ class Models:
             kinds = ", ".join(f"{how} in {counted(count, 'layer')}" for how, count in counts.items())
             return f"activations as the file's server rounds them ({kinds or 'nowhere'})"
         words = ", ".join(value) if isinstance(value, tuple) else str(value)
+        words = f"{value:g}" if isinstance(value, float) else words
         instead = f" instead of {self.trained[cause]}" if self.trained.get(cause) else ""
+        if cause == "t5_tokens":
+            return f"T5 with {words} tokens of a caption{instead}"
         return f"{cause} {words.removeprefix('torch.')}{instead}"
 
     def describe_server(self, variant: Variant) -> str:

@@ -350,7 +350,7 @@ BY_TRAINING = (  # what the LoRA or the dataset says of training; a server gives
              dataset='inpaint_blank = "black"\n'),
     _trained("trained on black, served on white", _BLACK, _REGION, ("white", "black"), _IN_TRAINING,
              ("--blank", "white")),
-    _trained("trained with 96 tokens", _TOKENS, "text", ("512", "96"), "text|token", clean="copy"),
+    _trained("trained with 96 tokens", _TOKENS, "t5_tokens", ("512", "96"), "token", clean="copy"),
     _trained("trained at guidance 5", {"tandem.guidance_scale": "5"}, "guidance", ("30", "5"), "guidance",
              ("--guidance_scale", "5")),
     _trained("trained on black, a picture of grey and a mask grown by 4", _BLACK, _REGION,

@@ -248,12 +248,23 @@ def test_another_sampler_is_seen_and_said_not_to_be_looked_at(place: Path) -> No
     deployment = prepared("flux", place)
     path = deployment.copy() / "scheduler" / "scheduler_config.json"
     plain = json.loads(path.read_text())
-    for values in ({"_class_name": "UniPCMultistepScheduler"}, {"stochastic_sampling": True}):
+    for values in (
+        {"_class_name": "FlowMatchHeunDiscreteScheduler"},
+        {"stochastic_sampling": True},
+        {"solver_order": 3},
+        {"use_flow_sigmas": True},
+    ):
         path.write_text(json.dumps(plain | values))
         _, variant, same = deployment.settled()
         assert variant == Variant(weights=True)
         assert f"{next(iter(values.values()))} instead of" in same["shift"]
         assert "another sampler, which is not looked at" in same["shift"]
+    path.write_text(json.dumps(plain | {"stochastic_sampling": True, "use_beta_sigmas": True}))
+    _, variant, same = deployment.settled()
+    assert {*variant.changes()} == {"weights", "shift"}
+    assert "stochastic_sampling True instead of False: another sampler" in same["shift"]
+    path.write_text(json.dumps(plain | {"use_karras_sigmas": True}))
+    assert "in 2 steps, but not in 28" in deployment.settled(steps=2)[2]["shift"]
     path.write_text(json.dumps(plain | {"shift_terminal": 0.3}))
     models, variant, same = deployment.settled(steps=0)
     models.check(complete(models, Variant(weights=True)), 0, has_masks=False)  # not refused

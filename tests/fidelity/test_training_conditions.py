@@ -20,6 +20,7 @@ from library.console import Console
 from library.fidelity.calibration import Calibration
 from library.fidelity.conditioning import as_program_gives, give
 from library.fidelity.deployed import parse_deployment
+from library.fidelity.deployed_parts import settle
 from library.fidelity.runs import prepare_eval_set
 from library.fidelity.servers import BY_NAME
 from library.fidelity.serving import Models, Served, Variant
@@ -135,6 +136,14 @@ def test_tokens_and_guidance_that_somebody_chose_are_conditions(server: str, fol
         assert ("trained at 5" in printed) == (told == "5" and run != 5)
     models, calibration, _ = prepared(folder, {"tandem.t5xxl_max_token_length": str(T5_LENGTH // 2)}, None, (), server)
     assert calibration.fit[0].text["prompt_embeds"].shape[1] == T5_LENGTH // 2
-    found = as_program_gives(models, Variant(text=Served(dtype="fp16")), calibration).text
-    assert found == Served((("t5xxl_max_token_length", program.t5_tokens),), "fp16")
-    assert as_program_gives(models, Variant(text=found), calibration).text == found
+    found = as_program_gives(models, Variant(text=Served(dtype="fp16")), calibration)
+    assert found == Variant(text=Served(dtype="fp16"), t5_tokens=program.t5_tokens)
+    assert models.words("t5_tokens", 256) == f"T5 with 256 tokens of a caption instead of {T5_LENGTH // 2}"
+    assert as_program_gives(models, Variant(t5_tokens=T5_LENGTH), calibration).t5_tokens == T5_LENGTH
+    assert as_program_gives(models, Variant(t5_tokens=T5_LENGTH // 2), calibration) == Variant()  # as in training
+    served = settle(models, Variant(t5_tokens=T5_LENGTH), calibration, 0)[0]
+    assert served.t5_tokens == T5_LENGTH
+    (text,) = models.texts(served, [calibration.sources[0].text])  # type: ignore[misc]
+    assert len(text["prompt_embeds"]) == T5_LENGTH
+    models, calibration, _ = prepared(folder, {}, None, (), server)
+    assert settle(models, Variant(t5_tokens=T5_LENGTH), calibration, 0)[0] == Variant()  # the model's own number
