@@ -147,24 +147,42 @@ def next_value(name: str, tried: Mapping[float, float]) -> float | None:
     """Return which number to try next of a habit; None where the nearest is known.
 
     ``tried``: number -> squared distance. Outside of them it steps on; between, the vertex of the parabola through the
-    nearest and its neighbours, then the nearest's neighbours in the last place.
+    nearest and its neighbours, then half-way to them, then the nearest's neighbours in the last place.
     """
     unit, least, most = _REFINED[name]
-    values = sorted(tried)
-    place = min(range(len(values)), key=lambda each: tried[values[each]])
-    best, proposals = values[place], list[float]()
-    if 0 < place < len(values) - 1:
-        around = values[place - 1 : place + 2]
-        curve, slope, _ = np.polyfit(around, [tried[each] for each in around], 2)
-        proposals += [float(-slope / (2 * curve))] if curve > 0 else []
-    elif len(values) > 1:
-        proposals.append(2 * best - values[1 if place == 0 else place - 1])
+    best, vertex, _ = _parabola(tried)
+    others = sorted((each for each in tried if each != best), key=lambda each: abs(each - best))
+    if vertex is not None:
+        proposals = [vertex]
+    else:
+        proposals = [2 * best - others[0]] if others and best in (min(tried), max(tried)) else []
+    proposals += [(best + each) / 2 for each in sorted(others[:2], key=lambda each: tried[each])]
     for proposal in (*proposals, best - unit, best + unit):
         rounded = min(most, max(least, round(proposal / unit) * unit))
         rounded = rounded if isinstance(unit, int) else round(rounded, 2)
         if rounded not in tried:
             return rounded
     return None
+
+
+def promise(tried: Mapping[float, float]) -> float:
+    """Return the squared distance that a number between those of ``tried`` may leave."""
+    return max(0.0, _parabola(tried)[2])
+
+
+def _parabola(tried: Mapping[float, float]) -> tuple[float, float | None, float]:
+    """Return the nearest number, the vertex of the parabola through it and its neighbours, and the distance there.
+
+    Without a neighbour on each side there is no vertex, and the distance is the nearest's.
+    """
+    values = sorted(tried)
+    place = min(range(len(values)), key=lambda each: tried[values[each]])
+    if 0 < place < len(values) - 1:
+        around = values[place - 1 : place + 2]
+        curve, slope, least = np.polyfit(around, [tried[each] for each in around], 2)
+        if curve > 0:
+            return values[place], float(-slope / (2 * curve)), float(least - slope**2 / (4 * curve))
+    return values[place], None, tried[values[place]]
 
 
 def can_be_refined(habit: Habit) -> bool:

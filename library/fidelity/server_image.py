@@ -54,6 +54,7 @@ from library.fidelity.server_habits import (
     files_of,
     habits_of,
     next_value,
+    promise,
     run_of,
     trained_level,
     words_of,
@@ -296,10 +297,10 @@ class _Search:
             free = [habit for habit in pool if not habit.keys() & coarse.changes.keys() and self._moves(habit, coarse)]
             free.sort(key=lambda habit: str(self.models.runs_as(run_of(habit)[0])))  # a network is loaded once
             found = [each for habit in free if (each := self.paint((*coarse.habits, habit)))]
-            kinds: dict[tuple[str, ...], Description] = {}
+            kinds: dict[tuple[Any, ...], Description] = {}
             for each in sorted(found, key=_left):
-                kinds.setdefault(tuple(each.changes), each)
-            chosen = [*kinds.values()][: 1 if any(each.is_near for each in found) else _KINDS]
+                kinds.setdefault((*each.changes, can_be_refined(each.habits[-1])), each)  # noise is no grey
+            chosen = sorted(kinds.values(), key=self._promise)[: 1 if any(each.is_near for each in found) else _KINDS]
             pairs = [(self._refined(each), each) for each in chosen]
             nearer, coarser = min(pairs, key=lambda pair: _left(pair[0]), default=(best, coarse))
             if not self._is_nearer(nearer, best):
@@ -310,6 +311,13 @@ class _Search:
         while fewer := next((each for each in self._without_one(best) if not self._is_nearer(best, each)), None):
             best = fewer
         return best
+
+    def _promise(self, found: Description) -> float:
+        """Return what the newest habit of ``found`` may leave with another number, the reference's own among them."""
+        if not can_be_refined(found.habits[-1]):
+            return _left(found)
+        (name,) = found.habits[-1]
+        return promise({value: _left(each) for value, each in self._tried(name, found).items()})
 
     def _refined(self, found: Description) -> Description:
         """Return ``found`` with the number of each habit that has one nearest to the pictures', the newest first."""

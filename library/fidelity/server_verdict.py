@@ -48,7 +48,9 @@ def sentences(server: ServerResult) -> list[str]:
     among = f"Of {counted(len(server.descriptions), 'description')} the nearest, {best.words}, explains"
     if server.state == "unexplained":
         chance = f"wrong ones come nearer, too, so that less than {SURELY:.0%} counts for nothing"
-        return [*found, f"{among} {max(0.0, best.explained):.0%}; {chance}"]
+        likely = best.explained > 0.5
+        part = ["If the server does that, undo it, paint again and give that picture: it may be a part"] * likely
+        return [*found, f"{among} {max(0.0, best.explained):.0%}; {chance}", *part]
     other = next((each for each in server.descriptions[1:] if {*each.changes} != {*best.changes}), None)
     second = f"; the next, {other.words}, {max(0.0, other.explained):.0%}" if other else ""
     doubt = f" [{best.low:.1%} to {best.high:.1%}, over blocks of {BLOCK} pixels]"

@@ -297,6 +297,10 @@ def _darker(pixels: Tensor, filled: Tensor) -> Tensor:
     return pixels * 0.7 - 0.3
 
 
+def _light_grey(pixels: Tensor, filled: Tensor) -> Tensor:
+    return torch.where(filled, 0.2, pixels)
+
+
 _UNEXPLAINED = ("nothing that was tried explains",)
 _SERVERS = (  # name, server, what its evidence must hold, its remedy
     ("mask grown by 8", Server(grown=8), ("mask grown by 8",), "mask as it was drawn"),
@@ -310,6 +314,8 @@ _SERVERS = (  # name, server, what its evidence must hold, its remedy
 _LATER_SERVERS = (
     ("black, mask grown by 4", Server(encoded=_black, grown=4), ("blanked with black", "mask grown by 4"), "blank"),
     ("white, LoRA at 0.7", Server(encoded=_white, lora=0.7), ("blanked with white", r"LoRA at 0\.7"), "blank"),
+    ("mask grown by 5, LoRA at 0.8", Server(grown=5, lora=0.8), ("mask grown by 5", r"LoRA at 0\.8"), "mask as it was"),
+    ("a lighter grey", Server(encoded=_light_grey), ("blanked with grey of 153",), "blank"),
     ("mask shrunk by 2", Server(grown=-2), ("mask shrunk by 2",), "mask as it was drawn"),
     ("mask grown by 13", Server(grown=13), ("mask grown by 13",), "mask as it was drawn"),
     ("guidance 12", Server(guidance=12.0), ("guidance 12",), "guidance"),

@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +25,9 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from library import __version__
+from library.checksums import checksum
 from library.config.schema import LoggingConfig
-from library.errors import UserError, reason_of
+from library.errors import UserError, counted, reason_of
 from library.files import atomic_path, toml_text, write_text
 from library.training.checkpoint.state import Position
 from library.training.report.metrics_file import parse_line
@@ -57,8 +59,18 @@ class MetricsStream:
                                 "log_with") from error  # fmt: skip
         if accelerator.is_main_process:
             written = path.read_bytes() if resume_step and path.exists() else b""
-            lines = written.split(b"\n")
-            steps = {line: record["step"] for line in lines if (record := parse_line(line))}  # damaged ones have none
+            lines, torn = written.split(b"\n"), written.rpartition(b"\n")[2]  # what a killed process was writing
+            steps = {line: record["step"] for line in lines if (record := parse_line(line))}
+            damaged = sum(line not in steps and line not in (b"", torn if torn[:1] == b"{" else b"") for line in lines)
+            if damaged:
+                kept = path.with_name(f"metrics.damaged-{checksum(path)}.jsonl")
+                with atomic_path(kept) as copy:
+                    shutil.copyfile(path, copy)
+                count = counted(damaged, "line")
+                print(
+                    f"warning: {path}: {count} cannot be read and left out; the file as it was is kept as {kept.name}",
+                    file=sys.stderr,
+                )
             remaining = [line for line in lines if steps.get(line, math.inf) <= resume_step]
             with atomic_path(path) as file:
                 file.write_bytes(b"".join(line + b"\n" for line in remaining))

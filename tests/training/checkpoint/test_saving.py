@@ -240,7 +240,10 @@ def _metrics(path: Path, resume_step: int = 0) -> MetricsStream:
     return MetricsStream(path, Main(), Nothing(), resume_step)  # type: ignore[arg-type]
 
 
-def test_a_damaged_line_of_the_metrics_is_left_out_and_no_other(tmp_path: Path) -> None:
+def test_a_damaged_line_of_the_metrics_is_told_and_the_file_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of any damage: whole lines up to the step stay, and what else was there lies in a copy, unless a kill cut it."""
     draw, lines = random.Random(0), [json.dumps({"step": i, "loss": 1 / i}).encode() + b"\n" for i in range(1, 7)]
     for number in range(60):
         (folder := tmp_path / str(number)).mkdir()
@@ -251,10 +254,14 @@ def test_a_damaged_line_of_the_metrics_is_left_out_and_no_other(tmp_path: Path) 
             del content[-draw.randrange(2, 20) :]
         path.write_bytes(content)
         _metrics(path, 3)
-        *remaining, end = path.read_bytes().split(b"\n")
-        assert end == b""
-        assert all(parse_line(line) is not None for line in remaining)
-        assert all(line[:-1] in remaining for line in lines[:3] if line[:-1] in bytes(content).split(b"\n"))
+        remaining, said = path.read_bytes(), capsys.readouterr().err
+        *found, last = bytes(content).split(b"\n")
+        assert all(line in remaining for line in lines[:3] if line[:-1] in found)
+        assert b"" not in remaining.split(b"\n")[:-1]
+        copies = [file.read_bytes() for file in folder.glob("metrics.damaged-*.jsonl")]
+        is_damaged = any(line and parse_line(line) is None for line in [*found, last * (last[:1] != b"{")])
+        assert copies == [content] * is_damaged
+        assert ("cannot be read and left out; the file as it was is kept as metrics.damaged-" in said) == is_damaged
 
 
 def test_a_run_on_a_full_disk_keeps_what_it_saved_and_ends_elsewhere(
