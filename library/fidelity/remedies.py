@@ -112,7 +112,7 @@ def costly_remedies(
     again, beside = (_BYPASS, "; load it with the bypass") if in_comfyui else ((), "")
     refit = ("tools/refit_lora.py", *words, *(("--save_format", "comfy") if in_comfyui else ()))
     fix = ("tools/precision_report.py", *command_words, "--save_to", SAVE_TO, "--fix")
-    same = f"Refit the LoRA to this file (tools/refit_lora.py): the same rank, its layers fitted on your images{beside}."
+    same = f"Refit the LoRA to this file (tools/refit_lora.py): the same rank, fitted on your images{beside}."
     more = f"Refit it with 32 ranks more in every quantised layer, which undo a part of the rounding{beside}."
     every = "Try every fix on your images and name the cheapest that does."
     larger = (*refit, "--correction_rank", "32")

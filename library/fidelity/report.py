@@ -121,6 +121,8 @@ class Report:
             first |= {each.cause for each in verdict.findings if each.size == "real"}
         alike = [each for each in verdict.findings if each.cause in first]
         others = [each for each in verdict.findings if each.cause not in first]
+        hidden = [each for each in others if each in verdict.hidden]
+        others = [each for each in others if each not in hidden]
         unsure = [each for each in others if each in verdict.uncertain]
         small = [each for each in others if not each.exact and each not in unsure and each.share < WORTH_MENDING]
         changed, painted = {each.cause for each in self.attributions}, {each.cause for each in self.painted}
@@ -133,6 +135,7 @@ class Report:
             "The deployment as you described it": [verdict.headline, self.described] if self.server else [],
             "How we know": [each.claim() for each in alike],
             "What to do first": [] if said else [nothing + (best.words if best else REMEDIES[main.cause])],
+            "Also mend": [each.sentence() for each in hidden],
             "The border": verdict.on_the_border(self.server is not None),
             "Recommended of the fixes": [recommendation(self.best, self.full)] if self.fixes else [],
             "What else helps": [each.words for each in self.remedies if not (each.cost or each.cause or each is best)],

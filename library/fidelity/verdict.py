@@ -80,6 +80,13 @@ class Verdict:
         return tuple(each for each in self.defects if not each.exact and each.size == "cannot tell")
 
     @property
+    def hidden(self) -> tuple[Finding, ...]:
+        """Defects that are small beside the certain ones, and make a real part of what those leave when mended."""
+        limit = WORTH_MENDING * (1 - sum(each.share for each in self.certain))
+        small = (each for each in self.defects if each not in self.certain)
+        return tuple(each for each in small if Share(each.share, each.low, each.high).side(limit) == "above")
+
+    @property
     def alarm(self) -> bool:
         """Whether there is anything to mend; rounding that shows along the border is the format's price there, too."""
         by_rounding = self.border_cause is not None and self.border_cause.cause in self.normal

@@ -74,6 +74,13 @@ def test_the_largest_real_cause_is_the_headline_and_its_remedy_the_first() -> No
     assert verdict.main.share == pytest.approx(0.74, abs=0.02)  # 0.05 an image, 8 images
 
 
+def test_a_cause_that_hides_behind_a_larger_one_is_mended_too() -> None:
+    verdict = judged({"weights": 0.01, "blank": 0.974, "lora_without": 0.015, "guidance": 0.0001})
+    assert [each.cause for each in verdict.certain] == ["blank"]
+    assert [each.cause for each in verdict.hidden] == ["lora_without"]
+    assert not judged({"weights": 0.985, "lora_without": 0.015}).hidden
+
+
 @pytest.mark.parametrize("cause", ["weights", "merge", "paste"])
 def test_the_border_is_an_alarm_unless_rounding_alone_puts_it_there(cause: str) -> None:
     step = BorderFigure("step", 4.6, 2.0, 2.3, 2.0, 2.7, (2.0, 2.2, 2.7))
