@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from library.fidelity.grids import dot, gain_of, relative
+from library.fidelity.grids import dot, gain_of, relative, sampled_rows
 from library.fidelity.misreadings import misread
 from library.fidelity.rounding_laws import (
     CHUNK,
@@ -89,7 +89,7 @@ def _nearest_candidate(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None
 
 def _misrounded(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     if (weight := served.fp8) is None:
-        return None
+        return ("rounding_mode", "rounded toward zero instead of to nearest") if _cut(served, wanted) else None
     if found := _by_way_of_e5m2(weight, relative(served.numbers, wanted)):
         return found
     steps = steps_of(weight, wanted)
@@ -103,6 +103,20 @@ def _misrounded(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     if steps.energy > 0.28 and abs(steps.drift) < 0.1:  # a factor drifts
         return "rounding_mode", f"rounded to either neighbour at random ({math.sqrt(steps.energy * 12):.1f} x nearest)"
     return None
+
+
+def _cut(served: ServedMatrix, wanted: Tensor) -> bool:
+    """Return whether the numbers are the grid's next toward zero: the nearest where that is smaller, else the next."""
+    if served.grid is None:
+        return False
+    rows = sampled_rows(wanted)
+    turn = served.stored.scheme.rotate if served.stored is not None else torch.clone
+    nearest = turn(served.grid.part(rows).on_grid(wanted[rows]))
+    numbers, wanted = turn(served.numbers[rows]), turn(wanted[rows])
+    error, larger = (nearest - wanted).abs(), nearest.abs() > wanted.abs()
+    cut = torch.where(larger, numbers.abs() < wanted.abs(), (numbers - nearest).abs() < 0.25 * error)
+    clear = error > 2.0**-8 * wanted.abs()  # further than a reference in bf16 can be off
+    return all(float(cut[clear & side].float().mean()) > 1 - _ONE_SIDE for side in (larger, ~larger))
 
 
 def _beyond_are_flushed(served: Fp8Weight, wanted: Tensor) -> bool:

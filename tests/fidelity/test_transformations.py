@@ -198,3 +198,39 @@ def test_an_honest_matrix_fits(name: str) -> None:
         served = ServedMatrix(made.dequantize(torch.float32), made, expected=relative(nearest, w))
         assert served.fits(w)
         assert not served.fits(0.9 * w)
+
+
+def toward_zero(name: str, w: Tensor) -> Any:
+    """Round to nearest, then put what became larger than it was one code nearer to zero."""
+    made = stored(name, w)
+    above = made.dequantize(torch.float32).abs() > w.abs()
+    if name.startswith("int8"):
+        return replace(made, values=(made.values.int() - made.values.int().sign() * above).char())
+    if name == "Q8_0":  # 2 bytes of scale, then codes
+        codes = made.values.view(torch.int8)[..., 2:].int()
+        less = (codes - codes.sign() * above.view(codes.shape)).to(torch.int8).view(torch.uint8)
+        return replace(made, values=torch.cat([made.values[..., :2], less], -1))
+    if name == "Q4_0":  # 2 bytes of scale, then codes from -8 on: the first half in the low bits
+        packed = made.values[..., 2:].int()
+        codes = torch.cat([packed & 15, packed >> 4], -1) - 8
+        less = codes - codes.sign() * above.view(codes.shape) + 8
+        low, high = less.chunk(2, -1)
+        return replace(made, values=torch.cat([made.values[..., :2], (low | high << 4).to(torch.uint8)], -1))
+    if name == "nf4":  # ascending numbers, the first of each pair in the high bits; 7 is zero
+        codes = torch.stack([made.values >> 4, made.values & 15], -1).flatten(1).int()
+        less = codes - (codes - 7).sign() * above
+    else:  # nvfp4: sign and magnitude
+        codes = torch.stack([made.values >> 4, made.values & 15], -1).flatten(1).int()
+        less = codes - above.int()
+    return replace(made, values=(less[:, ::2] << 4 | less[:, 1::2]).to(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["nf4", "nvfp4", "Q4_0", "Q8_0", "int8", "int8_row"])
+def test_rounding_toward_zero_is_named_in_every_format(name: str) -> None:
+    for seed in range(3):
+        w = weight(seed)
+        made = toward_zero(name, w)
+        assert (made.dequantize(torch.float32).abs() <= w.abs() * (1 + 1e-5)).float().mean() > 0.97
+        assert said(made, w, name) == ("rounding_mode", "rounded toward zero instead of to nearest")
+        for factor in (1.0, 0.99, 0.97, 0.9):
+            assert said(stored(name, factor * w), w, name)[0] != "rounding_mode"
