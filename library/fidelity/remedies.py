@@ -170,9 +170,9 @@ def free_remedies(
     better = verdict.rounding.times(1 - (comparison.int8 or 1.0) ** 2)
     if comparison.int8 is not None and comparison.int8 < _WORTH_IT and better.value >= _NEW_FILE:
         text = (
-            f"Serve int8_convrot instead (tools/quantize_model.py --scheme int8_convrot): the layers of the base "
-            f"would err {comparison.int8:.2f} times as much as now. ComfyUI rounds the LoRA into it, too, unless "
-            "the LoRA is loaded with \u201cLoad LoRA (Bypass)\u201d."
+            "Serve int8_convrot instead (tools/quantize_model.py --scheme int8_convrot): it leaves "
+            f"{comparison.int8:.0%} of today's rounding error in the weights of the base. ComfyUI rounds the LoRA "
+            "into it, too, unless the LoRA is loaded with \u201cLoad LoRA (Bypass)\u201d."
         )
         words = ("tools/quantize_model.py", "--model", str(models.config.pretrained_model_name_or_path))
         int8 = (*words, "--scheme", "int8_convrot", "--save_to", SAVE_TO)

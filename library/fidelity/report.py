@@ -109,6 +109,8 @@ class Report:
             judgement = "Act on this: rounding alone costs less."
         elif self.verdict.uncertain:
             judgement = "Rounding alone may cost less; so few images cannot tell."
+        elif self.alarm:
+            judgement = "What the server painted has another cause, which the description lacks."
         elif off < _FINE:
             judgement = "This is fine: nothing has to be done."
         return f"{what} differ by {off:.2%} from what the original model makes with this LoRA. {judgement}"
@@ -129,17 +131,19 @@ class Report:
         said = bool(painted) and (main.cause in painted or not verdict.alarm)  # by the server's own remedies
         nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer to the original: "
         best = self.best_remedy
+        merge_is_small = "merge" in verdict.shares and verdict.shares["merge"].value < WORTH_MENDING
         changed |= self.same.keys() | (self.server.looked_at if self.server else set())
         found = {
             "What the server painted": sentences(self.server) if self.server else [],
             "The deployment as you described it": [verdict.headline, self.described] if self.server else [],
+            "Shares of the error": ["they are of its square: what takes off 75% of it halves the difference"],
             "How we know": [each.claim() for each in alike],
             "What to do first": [] if said else [nothing + (best.words if best else REMEDIES[main.cause])],
             "Also mend": [each.sentence() for each in hidden],
             "The border": verdict.on_the_border(self.server is not None),
             "Recommended of the fixes": [recommendation(self.best, self.full)] if self.fixes else [],
             "What else helps": [each.words for each in self.remedies if not (each.cost or each.cause or each is best)],
-            "How the server merges": merge_sentences(self.merges),
+            "How the server merges": [] if merge_is_small else merge_sentences(self.merges),
             "What else was found": [each.sentence() for each in others if each not in (*small, *unsure)],
             "Too few images to tell": [f"{each.claim()}; {verdict.images_wanted(each)} would" for each in unsure],
             "Unexplained": [verdict.unexplained()],

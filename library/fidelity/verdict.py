@@ -120,9 +120,9 @@ class Verdict:
             return f"Look here first: {CAUSES[main.cause]}{small}."
         if self.uncertain:
             return f"{images} cannot tell whether this matters: {CAUSES[main.cause]}; {self.images_wanted(main)} would."
-        unsure = self.border is not None and self.border.state == "cannot tell"
-        also = f"; {images} cannot tell whether more is wrong along the mask's border" if unsure else ""
-        also = "; it shows along the mask's border" if self._at_the_border else also
+        if self.border is not None and self.border.state == "cannot tell":
+            return f"Only rounding found so far; run {self.border.images_wanted} to judge the mask's border."
+        also = "; it shows along the mask's border" if self._at_the_border else ""
         return f"No defect: only rounding separates the served model from the original{also}."
 
     def images_wanted(self, finding: Finding) -> str:
@@ -155,8 +155,7 @@ class Verdict:
     def sizes(self, full: Differences) -> str:
         """Return how far off the deployment is."""
         sizes = {"one step of the model": full.velocity, "the finished latents": full.latents, "pictures": full.image}
-        words = ", ".join(f"{name} by {size:.2%}" for name, size in sizes.items() if math.isfinite(size))
-        return f"{words}. Shares are of the squared error: what takes off 75% of it halves the difference"
+        return ", ".join(f"{name} by {size:.2%}" for name, size in sizes.items() if math.isfinite(size))
 
 
 def judge(
@@ -229,9 +228,10 @@ def _in_weights(share: Share, comparison: Comparison, error: float) -> list[Find
     left = max(0.0, share.value * comparison.explained - sum(finding.share for finding in faults))
     if faults and left < _REST * share.value:
         return faults
-    others = "every other tensor" if faults else "every tensor"
-    text = f"{others} is rounded as its format demands; the weights together put the output {error:.1%} off"
     rest = share.times(left / share.value) if faults and share.value else share
+    off = error * math.sqrt(rest.value / share.value) if share.value else error
+    tensor = "no other tensor" if faults else "no tensor"
+    text = f"{tensor} is off by more than its format's rounding, which alone changes what the model makes by {off:.1%}"
     return [*faults, Finding("weights", math.nan, (), text).with_share(rest)]
 
 
