@@ -72,6 +72,7 @@ MOST, SURELY = 0.9, 0.97  # shares of the difference that have to be explained
 _ALL = 0.99  # that ends the search
 _REAL = 0.01  # of the difference: less is not worth a name
 BLOCK = 16
+_QUALITIES = (75, 80, 85, 90, 92, 95, 98)  # of JPEGs, as programs set them
 _HABITS, _KINDS, _NUMBERS, _MOST_RUNS = 3, 3, 6, 100
 State = Literal["same", "declared", "explained", "tie", "unexplained"]
 
@@ -274,7 +275,8 @@ class _Search:
     def __post_init__(self) -> None:
         """Paint the reference."""
         images = self._run({})
-        self.floors = [_floor(each.path, image) for each, image in zip(self.pictures, images, strict=True)]
+        of_files = zip(self.pictures, images, self.painted, strict=True)
+        self.floors = [_floor(each.path, image, painted) for each, image, painted in of_files]
         self.reference = self.done[frozenset()] = self._judged(Description(), images)
 
     def nearest(self, tiers: Sequence[Sequence[Habit]]) -> Description:
@@ -503,13 +505,23 @@ def _source(calibration: Calibration, picture: ServerPicture) -> ItemSource:
     return dataset.source((0, sum(sample.repeats for sample in dataset.samples[:number])))
 
 
-def _floor(path: Path, image: Tensor) -> float:
-    """Return what saving ``image`` [3, H, W] as the file ``path`` is saved changes, rms in 8-bit steps."""
+def _floor(path: Path, image: Tensor, painted: Tensor) -> float:
+    """Return what saving ``image`` [3, H, W] as the file ``path`` was saved changes, rms in 8-bit steps.
+
+    A PNG may have been a JPEG before: then the reference, saved as that JPEG, comes much nearer to ``painted``.
+    """
     with Image.open(path) as opened:
-        tables = getattr(opened, "quantization", None)
-        how: dict[str, Any] = {"qtables": tables, "subsampling": get_sampling(opened)} if tables else {"quality": 90}
-        if opened.format not in ("JPEG", "WEBP"):
-            return _ROUNDING
-    saved = io.BytesIO()
-    to_image(image).save(saved, "JPEG", **how)
-    return max(_ROUNDING, math.sqrt(_squares(to_pixels(Image.open(saved)), image).mean()))
+        tables, lossy = getattr(opened, "quantization", None), opened.format in ("JPEG", "WEBP")
+        own: dict[str, Any] = {"qtables": tables, "subsampling": get_sampling(opened)} if tables else {"quality": 90}
+    before = [{"quality": quality, "subsampling": sampling} for quality in _QUALITIES for sampling in (0, 2)]
+    distances: list[tuple[float, float]] = []
+    for how in [own] if lossy else before:
+        saved = io.BytesIO()
+        to_image(image).save(saved, "JPEG", **how)
+        again = to_pixels(Image.open(saved))
+        left, lost = (float(_squares(again, other).mean()) for other in (painted, image))
+        distances.append((left, lost))
+    left, lost = min(distances)
+    if not lossy and left > 0.25 * float(_squares(image, painted).mean()):
+        return _ROUNDING
+    return max(_ROUNDING, math.sqrt(lost))
