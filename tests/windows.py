@@ -255,7 +255,7 @@ def import_everything() -> int:
         folder = ROOT / package
         names += [package] if (folder / "__init__.py").exists() else []
         names += [module.name for module in pkgutil.walk_packages([str(folder)], f"{package}.")]
-    not_for_everybody = ("starlette", "uvicorn", "tomlkit", "datasets", "deepspeed", "triton")
+    not_for_everybody = ("starlette", "uvicorn", "tomlkit", "datasets", "deepspeed")
     for name in names:
         try:
             importlib.import_module(name)

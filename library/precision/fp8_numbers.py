@@ -23,20 +23,15 @@ there every fp8 denormal is a bf16 denormal, slow on CPUs that trap those and ze
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._triton import has_triton_package
+from torch import Tensor
 
 from library.errors import UserError, did_you_mean
 
 _FP32_MANTISSA_BITS = 23
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -144,51 +139,13 @@ def row_scale(x: Tensor, most: float, least: float) -> Tensor:
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``x`` [n, in] in e4m3fn, each row divided by its scale [n, 1] fp32: its largest magnitude / 448."""
-    least = torch.finfo(torch.float32).tiny
-    if not torch.compiler.is_compiling() and _in_kernels(x):
-        from library.precision import triton_kernels
-
-        if x.shape[1] <= triton_kernels.WIDEST_ROW:
-            return triton_kernels.round_rows(x, E4M3FN.max, least, E4M3FN.dtype)
-    scale = row_scale(x, E4M3FN.max, least)
+    scale = row_scale(x, E4M3FN.max, torch.finfo(torch.float32).tiny)
     return (x / scale).to(E4M3FN.dtype), scale  # at most 448 and two units in the last place, which rounds to 448
-
-
-@torch.compiler.assume_constant_result
-def have_kernels(device: torch.device) -> bool:
-    """Return whether ``library.precision.triton_kernels`` work on ``device``, a CUDA GPU; found out once, and said.
-
-    Not in a walk on fake tensors: the kernels would be judged by tensors without numbers.
-    """
-    return not is_walked(device) and _kernels_work(device)
 
 
 def is_walked(device: torch.device) -> bool:
     """Return whether tensors on ``device`` are fake for the time being, and have no numbers."""
     return torch._C._len_torch_dispatch_stack() > 0 and type(torch.empty(0, device=device)) is not Tensor
-
-
-@functools.cache
-def _kernels_work(device: torch.device) -> bool:
-    if not has_triton_package():
-        return False
-    try:
-        from library.precision import triton_kernels
-
-        with _disable_current_modes():  # those of selective checkpointing
-            triton_kernels.check(device)
-    except Exception as error:
-        _log.warning(
-            "fp8 on %s without Tandem's Triton kernels, by several of PyTorch's, which is slower: %s", device, error
-        )
-        return False
-    return True
-
-
-def _in_kernels(x: Tensor) -> bool:
-    """Return whether ``x`` is a real tensor on a device where :func:`have_kernels`."""
-    plain = type(x) in (Tensor, nn.Parameter) and x.is_contiguous()
-    return plain and x.device.type == "cuda" and torch.version.hip is None and have_kernels(x.device)
 
 
 def round_to_whole(values: Tensor, stochastic: bool, generator: torch.Generator | None) -> Tensor:
@@ -253,8 +210,6 @@ def scaled(values: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
 
     ``dtype`` has to have every value (bf16 and fp16 have those of fp8 and int8), so that nothing in fp32 is made.
     """
-    if _in_kernels(values):
-        return torch.ops.tandem.dequantize(values, steps, dtype)
     numbers = values.to(dtype)
     blocks = numbers.unflatten(1, (steps.shape[1], -1))
     if torch.compiler.is_compiling():
