@@ -104,8 +104,8 @@ class CalibrationPlan:
         arguments = DatasetArguments(dataset_config=options.dataset_config, cache_directory=options.cache_directory)
         dataset = load_dataset_config(options.dataset_config, arguments, family.conditioning)
         dataset, remark = _blanked(dataset, options.trained)
-        if remark:
-            console.print(f"note: {remark}")
+        for each in filter(None, (*options.trained.remarks, remark)):
+            console.print(f"note: {each}")
         told, usual = options.trained.guidance, family_defaults(family.name).get("guidance_scale")
         if family.guidance_input and told not in (None, usual, options.guidance_scale):
             names = ", ".join(options.trained.names)
@@ -245,10 +245,17 @@ def _blanked(dataset: DatasetConfig, trained: TrainedOn) -> tuple[DatasetConfig,
     if not trained.names or not blanks or {*blanks} <= {*known}:
         return dataset, ""
     own, names, file = " and ".join(blanks), ", ".join(trained.names), dataset.path.name
+    subsets = (subset for each in dataset.datasets for subset in each.subsets)
+    said = any("inpaint_blank" in subset.settings.model_fields_set for subset in subsets)
+    if not known and not said:
+        return dataset, f"neither {names} nor {file} says what regions were blanked with in training; {own} is assumed"
     if not known:
-        text = f"{names}: not said what regions were blanked with in training; {own} is taken, as {file} has it"
-        return dataset, text
-    text = f"{file} blanks regions with {own}, the LoRA was trained on {' and '.join(known)} ({names})"
+        return (
+            dataset,
+            f"{names} does not say what regions were blanked with in training; {own} is taken ({file})",
+        )
+    other = f"{file} says {own}" if said else f"{file} does not say what regions are blanked with"
+    text = f"{other}, the LoRA was trained on {' and '.join(known)} ({names})"
     return dataset.blanked_with(known[0]), f"{text}; {known[0]} is taken: the LoRA's own record counts"
 
 

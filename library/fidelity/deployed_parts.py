@@ -183,7 +183,8 @@ def _read_otherwise(models: Models, variant: Variant, calibration: Calibration) 
     for name, encoder in high.models().items() if others else ():
         largest = max(max(ids[name]) for ids in others.values())
         if largest >= (known := encoder.get_input_embeddings().num_embeddings):
-            raise UserError(f"token {largest} of {known} that {name} knows; give that encoder's own tokenizer")
+            told = f"has a token number {largest}; {name} ends at {known - 1}"
+            raise UserError(f"{told}; give that encoder's own tokenizer")
     return {*others}
 
 

@@ -124,21 +124,25 @@ class TrainedOn:
         guidance: of the guidance input; None: it does not say.
         t5_tokens: that T5 was given of a caption; None: it does not say, or as many as the model has by itself.
         names: of the files.
+        remarks: a line for each entry that cannot be read, or says another thing than the one that is taken.
     """
 
     blanks: tuple[Blank, ...] = ()
     guidance: float | None = None
     t5_tokens: int | None = None
     names: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> Self:
         """Return what the files ``paths`` say; their headers are read."""
         said: dict[str, Any] = {}
+        remarks: list[str] = []
         for path in reversed(paths):
-            found = vars(trained_on(read_entries([weight_file(path)])[1]))
-            said |= {name: value for name, value in found.items() if value}
-        return cls(**said | {"names": tuple(path.name for path in paths)})
+            found = trained_on(read_entries([weight_file(path)])[1])
+            said |= {name: value for name, value in vars(found).items() if value}
+            remarks += [f"{path.name}: {each}" for each in found.remarks]
+        return cls(**said | {"names": tuple(path.name for path in paths), "remarks": tuple(remarks)})
 
 
 def trained_on(metadata: Mapping[str, str]) -> TrainedOn:
@@ -155,13 +159,43 @@ def trained_on(metadata: Mapping[str, str]) -> TrainedOn:
             return None
 
     words = metadata.get("tandem.inpaint_blank", "grey" if "ot_revision" in metadata else "").split()
-    guidance = metadata.get("ss_guidance_scale", said("ot_config", "transformer", "guidance_scale"))
-    length = said("tandem.settings", "t5xxl_max_token_length") or said("ot_config", "text_encoder_2_sequence_length")
+    known = ", ".join(BLANKS)
+    unknown = [f"tandem.inpaint_blank {word[:40]!r}: none of {known}; left out" for word in words if word not in BLANKS]
+    guidance, about_guidance = _first_number(
+        {
+            "tandem.guidance_scale": metadata.get("tandem.guidance_scale"),
+            "ss_guidance_scale": metadata.get("ss_guidance_scale"),
+            "ot_config guidance_scale": said("ot_config", "transformer", "guidance_scale"),
+        }
+    )
+    length, about_length = _first_number(
+        {
+            "tandem.t5xxl_max_token_length": metadata.get("tandem.t5xxl_max_token_length"),
+            "tandem.settings t5xxl_max_token_length": said("tandem.settings", "t5xxl_max_token_length"),
+            "ot_config text_encoder_2_sequence_length": said("ot_config", "text_encoder_2_sequence_length"),
+        }
+    )
     return TrainedOn(
         tuple(blank for word in words for blank in BLANKS if blank == word),
-        _number(metadata.get("tandem.guidance_scale", guidance)),
-        int(_number(metadata.get("tandem.t5xxl_max_token_length", length)) or 0) or None,
+        guidance,
+        int(length or 0) or None,
+        remarks=(*unknown, *about_guidance, *about_length),
     )
+
+
+def _first_number(said: Mapping[str, object]) -> tuple[float | None, list[str]]:
+    """Return the first number of the entries ``said``, and a line for each that is none, or another.
+
+    sd-scripts writes "None" for what is not set.
+    """
+    given = {key: value for key, value in said.items() if value not in (None, "", "None")}
+    numbers = {key: number for key, value in given.items() if (number := _number(value)) is not None}
+    remarks = [f"{key} {str(given[key])[:40]!r}: no number; left out" for key in given.keys() - numbers.keys()]
+    if not numbers:
+        return None, remarks
+    (first, taken), *others = numbers.items()
+    remarks += [f"{key} says {other:g}, {first} {taken:g}, which is taken" for key, other in others if other != taken]
+    return taken, remarks
 
 
 def _number(value: object) -> float | None:

@@ -6,6 +6,7 @@ import argparse
 import io
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,31 @@ OT = {"transformer": {"guidance_scale": 2.0}, "text_encoder_2_sequence_length": 
     ],
 )
 def test_what_a_file_says_of_its_training(metadata: dict[str, str], wanted: TrainedOn) -> None:
-    assert trained_on(metadata) == wanted
+    assert replace(trained_on(metadata), remarks=()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("metadata", "remarks"),
+    [
+        ({"ss_guidance_scale": "1.0", "tandem.guidance_scale": "1"}, []),  # the same
+        ({"ss_guidance_scale": "None"}, []),  # sd-scripts: not set
+        (
+            {"ss_guidance_scale": "5", "tandem.guidance_scale": "1"},
+            ["ss_guidance_scale says 5, tandem.guidance_scale 1, which is taken"],
+        ),
+        ({"tandem.t5xxl_max_token_length": "many"}, ["tandem.t5xxl_max_token_length 'many': no number; left out"]),
+        (
+            {"tandem.inpaint_blank": "purple"},
+            ["tandem.inpaint_blank 'purple': none of grey, black, white, noise; left out"],
+        ),
+    ],
+)
+def test_metadata_that_contradict_each_other_or_cannot_be_read_are_a_line_each(
+    metadata: dict[str, str], remarks: list[str], folder: Path
+) -> None:
+    assert list(trained_on(metadata).remarks) == remarks
+    _, _, printed = prepared(folder, metadata, "grey")
+    assert all(f"note: lora.safetensors: {each}" in printed for each in remarks)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +120,9 @@ def test_the_loras_own_record_counts_and_then_the_datasets(
     lines = [line for line in printed.splitlines() if line.startswith("note:")]
     doubtful = recorded is not None and recorded != (dataset or "grey")
     assert len(lines) == doubtful
-    assert not doubtful or f"{trained} is taken" in lines[0]
+    words = "is assumed" if not recorded and not dataset else "is taken"
+    assert not doubtful or f"{trained} {words}" in lines[0]
+    assert not doubtful or ("dataset.toml does not say" in lines[0] or "neither" in lines[0]) == (dataset is None)
     for server in BY_NAME.values():
         models.server = server
         found = as_program_gives(models, Variant(weights=True), calibration)
