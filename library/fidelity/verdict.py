@@ -230,7 +230,7 @@ def _in_weights(share: Share, comparison: Comparison, error: float) -> list[Find
         return faults
     rest = share.times(left / share.value) if faults and share.value else share
     off = error * math.sqrt(rest.value / share.value) if share.value else error
-    tensor = "no other tensor" if faults else "no tensor"
+    tensor = "no other tensor" if any(each.cause not in _ROUNDING for each in faults) else "no tensor"
     text = f"{tensor} is off by more than its format's rounding, which alone changes what the model makes by {off:.1%}"
     return [*faults, Finding("weights", math.nan, (), text).with_share(rest)]
 
@@ -243,7 +243,7 @@ def _in_merge(share: Share, layers: Sequence[LayerRow], error: float) -> Finding
     missing = sum(((1 - (row.retention or 0.0)) * (row.lora_effect or 0.0)) ** 2 for row in lost)
     left = f"the median layer keeps {median(gains):.2f} of the update" if gains else ""
     if missing <= WORTH_MENDING * sum(row.output_error**2 for row in merged):
-        text = f"beyond the weights' own rounding it puts the output {error:.1%} off"
+        text = f"beyond the weights' own rounding it changes what the model makes by {error:.1%}"
         return Finding("merge", math.nan, (), f"{text}; {left}" if left else text).with_share(share)
     worst = min(lost, key=lambda row: row.retention or 0.0)
     text = f"{len(lost)} of {len(merged)} layers hold less than {FLAGGED:.0%} of the update: {left}, "
