@@ -133,6 +133,7 @@ class Report:
         best = self.best_remedy
         merge_is_small = "merge" in verdict.shares and verdict.shares["merge"].value < WORTH_MENDING
         changed |= self.same.keys() | (self.server.looked_at if self.server else set())
+        changed |= first | {each.cause for each in verdict.findings}  # tensors show a strength, too
         found = {
             "What the server painted": sentences(self.server) if self.server else [],
             "The deployment as you described it": [verdict.headline, self.described] if self.server else [],
