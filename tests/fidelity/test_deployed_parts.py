@@ -259,7 +259,7 @@ def test_another_sampler_is_seen_and_said_not_to_be_looked_at(place: Path) -> No
         assert variant == Variant(weights=True)
         assert f"{next(iter(values.values()))} instead of" in same["shift"]
         assert "another sampler, which is not looked at" in same["shift"]
-    path.write_text(json.dumps(plain | {"stochastic_sampling": True, "use_beta_sigmas": True}))
+    path.write_text(json.dumps(plain | {"stochastic_sampling": True, "use_karras_sigmas": True}))
     _, variant, same = deployment.settled()
     assert {*variant.changes()} == {"weights", "shift"}
     assert "stochastic_sampling True instead of False: another sampler" in same["shift"]
