@@ -255,8 +255,8 @@ def test_every_command_about_lora_formats_runs(trained: Path) -> None:
     lora = trained / "output/flux_lora/flux_lora.safetensors"
     for copy in ("a", "b"):
         shutil.copy(lora, trained / f"{copy}.safetensors")
-    _run_page("docs/lora_formats.md", trained, 4)
-    written = ("comfy_lora", "lora", "small", "both")
+    _run_page("docs/lora_formats.md", trained, 6)
+    written = ("comfy_lora", "merged", "lora", "small", "both")
     _assert_written(trained, *(f"{name}.safetensors" for name in written))
 
 
