@@ -35,6 +35,7 @@ from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES, PATHS
 from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from library.config.scripts import LORA, REMOVED_KEYS, Schema, Script, fields, section_fields, sections
+from library.config.synonyms import meant_by
 from library.errors import UserError, did_you_mean, nearest_of
 from library.files import MOST_TOML_BYTES, parse_toml, read_text, read_toml, written_path
 
@@ -181,7 +182,7 @@ def read_keys(text: str, path: str, script: Script[Any] = LORA) -> RawConfig:
                 given.notes.append(Note(key, "note", remark, where))
                 continue
             given.problems.append(f"{where}: {_unknown(key, value, script)}")
-            given.meant |= set() if key in script.foreign_keys else {nearest_of(key, known) or ""}
+            given.meant |= set() if key in script.foreign_keys else {meant_by(key, known) or ""}
             continue
         if key in given.values:
             given.problems.append(f"{where}: stands in this file twice; keep one")
@@ -205,7 +206,8 @@ def _unknown(key: str, value: Any, script: Script[Any]) -> str:
         return "describes images; put it into the file that dataset_config names"
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return f"is a list of tables; write [{key}] in single brackets"
-    return f"unknown key{did_you_mean(key, fields(script)) or f'; see {script.name} --help'}"
+    meant = meant_by(key, fields(script))
+    return f"unknown key; {f'did you mean {meant!r}?' if meant else f'see {script.name} --help'}"
 
 
 def _flattened(table: dict[str, Any], known: set[str]) -> list[tuple[str, Any]]:
@@ -372,7 +374,7 @@ def _unknown_flags(words: Sequence[str], script: Script[Any] = LORA) -> Iterator
             if remark := script.foreign_keys.get(name.lstrip("-")):
                 yield f"command line: {name}: {remark}", None
                 continue
-            meant = nearest_of(name.lstrip("-"), fields(script))
+            meant = meant_by(name.lstrip("-"), fields(script))
             remedy = f"did you mean {meant!r}?" if meant else "see --help"
             yield f"command line: {name}: unknown flag; {remedy}", meant
         elif not flag:

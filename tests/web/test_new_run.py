@@ -454,6 +454,9 @@ def test_form_and_text_follow_each_other_and_nothing_typed_is_run(tab: Tab, size
     search.fill("turn linear")
     expect(page.locator(".option:visible")).to_have_count(1)
     page.locator("[data-key=huber_c]").fill("")
+    for words, first in {"vram": "memory", "lora_rank": "network_dim", "learning RATE": "learning_rate"}.items():
+        search.fill(words)  # another word, another trainer's name, two words: what is named so comes first
+        expect(page.locator(".option:visible").first).to_have_attribute("data-of", first)
     search.fill("loss")
     page.locator("[data-key=loss_type]").select_option("huber")
     expect(page.locator("[data-of=huber_c]")).not_to_have_class(containing("unmet"))

@@ -55,14 +55,34 @@ function fill(control, { values, defaults, unmet, errors }) {
   else if (!(key in pending) && control !== document.activeElement) control.value = value ?? "";
 }
 
+/** Return how well an option is found, 0 best: every word in its name or as another word for it, title or help. */
+function rank({ dataset: { of: key, also }, textContent }, words) {
+  const names = [key, ...also.split(" ")], [title] = textContent.toLowerCase().split(key), help = textContent.toLowerCase();
+  const places = [(word) => names.includes(word), (word) => key.includes(word), (word) => `${also}${title}`.includes(word),
+    (word) => help.includes(word), () => true];
+  const found = words.map((word) => places.findIndex((has) => has(word)));
+  return found.includes(4) ? Infinity : Math.max(0, ...found);
+}
+
 function filter() {
-  const word = element("search").value.trim().toLowerCase();
-  for (const option of all(".option")) option.hidden = !option.textContent.toLowerCase().includes(word);
+  const words = element("search").value.toLowerCase().split(/\s+/).filter(Boolean), searches = words.length > 0;
+  for (const option of all(".option")) option.hidden = (option.rank = rank(option, words)) === Infinity;
   for (const group of all(".group")) {
-    group.hidden = !group.querySelector(".option:not([hidden])");
-    group.open = word !== "" || "basic" in group.dataset;
+    group.rank = Math.min(...all(".option", group).map((option) => option.rank));
+    group.hidden = group.rank === Infinity;
+    group.open = searches || "basic" in group.dataset;
+    arrange(group.querySelector(".fields"));
   }
+  arrange(element("fields"));
+  for (const heading of all("#fields > h2")) heading.hidden = searches;
   element("none").hidden = all(".group:not([hidden])").length > 0;
+}
+
+/** Put what is found best first; without a search all stand as they did. */
+function arrange(parent) {
+  const children = [...parent.children];
+  children.forEach((child, place) => { child.place ??= place; });
+  parent.append(...children.sort((one, other) => (one.rank ?? 0) - (other.rank ?? 0) || one.place - other.place));
 }
 
 document.addEventListener("input", ({ target }) => {
