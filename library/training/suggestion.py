@@ -20,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from library.config.family_defaults import presets, tables
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
+from library.config.published_models import Fit, find_published, fit, fits
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
 from library.data.file_index import list_folder
@@ -31,7 +32,6 @@ from library.models.family_by_name import family_class
 from library.models.files import pipeline_class, transformer_of
 from library.models.hub import find_model, pipeline_of
 from library.training.memory.budget import GIB
-from library.training.memory.policy import RESERVE
 from library.training.sampling.painting import GENERAL, passes_of
 from library.training.sampling.prompts import usual_prompt
 
@@ -80,22 +80,6 @@ class DatasetSummary:
     notes: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Settings that fit into a card, the GiB that were counted for them, how, and for samples; none on a CPU."""
-
-    settings: Mapping[str, Any]
-    gib: float = 0.0
-    count: str = ""
-    samples: float = 0.0
-
-    def describe(self) -> str:
-        """Return where the settings are from."""
-        more = f", samples up to {self.samples} more" if self.samples else ""
-        counted = f"counted: {self.gib} GiB at 1024 x 1024, batch size 1{more} (tools/plan_memory.py {self.count})"
-        return counted if self.count else "no card"
-
-
 def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[str, Mapping[str, Any]]:
     """Return the ``model_type`` for ``kind``, and the transformer's arguments as far as the model is here.
 
@@ -106,7 +90,8 @@ def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[s
         UserError: it is not trained for this kind, or of another family than ``given``.
     """
     path, arguments, pipeline = Path(model).expanduser(), dict[str, Any](), ""
-    names = tables()["hub"].get(model, [given] if given else [])
+    known = find_published(model)
+    names = list(known.model_types) if known else [given] if given else []
     if path.exists():
         path = find_model(path, "--model")
         found, arguments = transformer_of(path)
@@ -127,29 +112,25 @@ def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[s
     return max(fitting, key=alike), arguments
 
 
-def choose_memory(model_type: str, model: str, arguments: Mapping[str, Any], gpu_memory: int | None) -> Memory:
+def choose_memory(model_type: str, model: str, arguments: Mapping[str, Any], gpu_memory: int | None) -> Fit:
     """Return the settings of the ready configuration with the most memory that fits.
 
     Raises:
         UserError: none fits.
     """
     if gpu_memory is None:
-        return Memory({})
-    rows = [row for row in tables()["memory"] if model_type in row["models"]]
+        return Fit()
     size = "9b" if "9b" in Path(model).name.lower() or arguments.get("joint_attention_dim") == 12288 else "4b"
-    samples = tables()["samples"][MODEL_TYPES[model_type].title]
-    rows = [Memory(row["settings"], row["gib"], row["count"], samples) for row in rows if row.get("size", size) == size]
+    if (found := fit(model_type, size, gpu_memory / GIB)) is None:
+        least, other = fits(model_type, size)[-1], min(tables()["memory"], key=lambda row: row["gib"])
+        raise UserError(
+            f"--gpu_memory {gpu_memory / GIB:g}: {model_type} takes at least {least.gib + least.samples:g} GiB and 1 for "
+            f"CUDA itself (tools/plan_memory.py {least.count}); take a larger card, or a smaller model: "
+            f"{other['models'][0]} takes {other['gib']}"
+        )
     blocks = sum(number for key, number in arguments.items() if key.endswith("layers") and isinstance(number, int))
-    for row in rows:
-        if (row.gib + samples) * GIB + RESERVE <= gpu_memory:
-            few = 0 < blocks <= row.settings.get("blocks_to_swap", 0)  # a smaller model than the published one
-            return replace(row, settings={k: v for k, v in row.settings.items() if k != "blocks_to_swap" or not few})
-    least = min(tables()["memory"], key=lambda row: row["gib"])
-    raise UserError(
-        f"--gpu_memory {gpu_memory / GIB:g}: {model_type} takes at least {rows[-1].gib + samples:g} GiB and 1 for CUDA "
-        f"itself (tools/plan_memory.py {rows[-1].count}); take a larger card, or a smaller model: "
-        f"{least['models'][0]} takes {least['gib']}"
-    )
+    few = 0 < blocks <= found.settings.get("blocks_to_swap", 0)  # a smaller model than the published one
+    return replace(found, settings={k: v for k, v in found.settings.items() if k != "blocks_to_swap" or not few})
 
 
 def summarise_dataset(answers: Answers) -> DatasetSummary:
@@ -195,7 +176,7 @@ def painted_first(answers: Answers) -> str:
     return f"{count} pictures in {passes_of([usual_prompt(family_class(answers.model_type))] * count):,} passes"
 
 
-def suggest(answers: Answers, found: DatasetSummary, memory: Memory) -> dict[str, str]:
+def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, str]:
     """Return file name -> text: the dataset TOML of a folder, and the configuration."""
     values, folder = presets(answers.model_type), answers.images.is_dir()
     share = round(len(found.samples) * values["validation_split"][0])

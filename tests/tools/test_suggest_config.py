@@ -20,6 +20,7 @@ from PIL import Image
 
 from library.config import load_config
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
+from library.config.published_models import Fit
 from library.config.schema import DatasetArguments
 from library.data.captions import plain_caption
 from library.data.config import load_dataset_config
@@ -30,7 +31,6 @@ from library.training.memory.budget import GIB
 from library.training.sampling.prompts import read_prompts
 from library.training.suggestion import (
     Answers,
-    Memory,
     choose_memory,
     find_model_type,
     presets,
@@ -285,7 +285,7 @@ def test_no_caption_is_taken_for_missing_and_what_is_left_out_is_named(
     kind: Any = "subject" if is_subject else "style"
     given = Answers(kind, "m", "flux", {}, folder, None, *words, None, folder / "out")
     found = summarise_dataset(given)
-    said, written = "\n".join(found.notes), suggest(given, found, Memory({}))["dataset.toml"]
+    said, written = "\n".join(found.notes), suggest(given, found, Fit())["dataset.toml"]
     (folder / "dataset.toml").write_text(written)
     config = load_dataset_config(folder / "dataset.toml", DatasetArguments(dataset_config="d"))
     assert scan(config, 0, 16).warnings  # the same that the tool says, from the same place

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from library.config.published_models import FOR_CUDA
 from library.config.schema import TrainConfig
 from library.errors import UserError
 from library.files import read_toml
@@ -20,9 +21,7 @@ from library.training.memory.budget import GIB, in_words
 
 Source = Literal["card", "fake device", "formula"]
 PARTS = ("encoders", "weights", "LoRA", "gradients", "optimizer", "activations")
-# Besides what is counted: the CUDA context, cuBLAS' workspaces, what the allocator loses between blocks. 0.5 to 0.9 GiB
-# on an H100 (bench/gpu.py: allocated and reserved).
-RESERVE = GIB
+RESERVE = round(FOR_CUDA * GIB)
 _ON_CPU = 0.95  # of the memory there is
 _WORTH_KEEPING = 64 * 2**20  # bytes; less buys no time
 _RUN = ("loading", "first step", "step")
