@@ -60,7 +60,7 @@ answer_early(__name__, lambda: parser().parse_args())
 
 import torch
 
-from library.config.family_defaults import presets, tables
+from library.config.family_defaults import presets
 from library.data.captions import has_word
 from library.training import suggestion
 from library.training.memory.budget import GIB

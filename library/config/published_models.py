@@ -1,21 +1,21 @@
 """Published models by name: what each is, where its files are, and which settings train it on which card.
 
-``models.toml`` explains its rows; memory is counted in ``presets.toml``. A model is found by its name on the hub, in any
-case, by the last part of that name alone, or by the name of its file. The page's picker, ``docs/models.md``, error
+``models.toml`` explains its rows; memory is counted in ``presets.toml``. A model is found by its name on the hub, in
+any case, by the last part of that name alone, or by the name of its file. The page's picker, ``docs/models.md``, error
 messages and the choice of ``model_type`` read this table. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
 from library.config.family_defaults import tables
-from library.config.model_types import MODEL_FILE_KEYS, MODEL_TYPES
+from library.config.model_types import MODEL_TYPES
 from library.files import read_toml
 
 CARDS = (8, 12, 16, 24, 48)  # GiB of memory that cards have

@@ -124,8 +124,8 @@ def choose_memory(model_type: str, model: str, arguments: Mapping[str, Any], gpu
     if (found := fit(model_type, size, gpu_memory / GIB)) is None:
         least, other = fits(model_type, size)[-1], min(tables()["memory"], key=lambda row: row["gib"])
         raise UserError(
-            f"--gpu_memory {gpu_memory / GIB:g}: {model_type} takes at least {least.gib + least.samples:g} GiB and 1 for "
-            f"CUDA itself (tools/plan_memory.py {least.count}); take a larger card, or a smaller model: "
+            f"--gpu_memory {gpu_memory / GIB:g}: {model_type} takes at least {least.gib + least.samples:g} GiB and 1 "
+            f"for CUDA itself (tools/plan_memory.py {least.count}); take a larger card, or a smaller model: "
             f"{other['models'][0]} takes {other['gib']}"
         )
     blocks = sum(number for key, number in arguments.items() if key.endswith("layers") and isinstance(number, int))
