@@ -38,7 +38,7 @@ demo-fp8: $(STAMP) ## train a fill LoRA in bf16, serve it in fp8: the errors, th
 		--deploy output/demo_fp8/tiny-flux-fill-fp8 --lora output/demo_fp8/demo_fp8.safetensors --deploy_lora stochastic \
 		--paste pixels --guidance_scale 1 --dataset_config assets/demo_dataset/dataset.toml \
 		--cache_directory output/demo_fp8/cache --images 6 --steps 8 --sigmas 0.8 0.5 0.25 \
-		--fix settings bypass refit correction --save_to output/demo_fp8/report
+		--fix bypass refit correction --save_to output/demo_fp8/report
 
 demo-llm: $(STAMP) ## pretrain a small Llama on stories: curves, perplexity, samples; output/demo_llm
 	$(PY) tools/demo_stories.py --save_to output/demo_llm/stories.jsonl
