@@ -66,6 +66,11 @@ class AllowedRoots:
         return cls(tuple(roots), tuple(others))
 
     @property
+    def all(self) -> tuple[Path, ...]:
+        """All folders that the page was given."""
+        return (*self.outputs, *self.folders)
+
+    @property
     def state(self) -> Path:
         """Where the page keeps jobs and what was undone."""
         return self.outputs[0] / STATE
@@ -88,7 +93,7 @@ class AllowedRoots:
             raise Refused(f"{printable(text[:200])}: is no path; check it") from None
         if STATE in path.parts and not own:
             raise Refused(f"{printable(text[:200])}: belongs to the page itself; choose another place")
-        allowed = self.outputs if output else (*self.outputs, *self.folders)
+        allowed = self.outputs if output else self.all
         if not text or not any(path.is_relative_to(folder) for folder in allowed):
             names = ", ".join(map(self.show, allowed))
             what = "the output folders" if output else "the folders that this page was given"

@@ -52,14 +52,14 @@ def send_file(site: Site, request: Request, form: Form) -> Response:
 
 def create_app(roots: AllowedRoots, port: int, token: str | None = None) -> ASGIApp:
     """Return the page over ``roots``; ``token``: asked of everybody, None on an address of this machine alone."""
-    from library.web import chat, data, generate, new_run, precision, runs
+    from library.web import chat, data, generate, new_run, precision, runs, trash
 
     site = Site.of(roots)
     site.jobs.begin()  # what was queued when the machine went down
     reading = Thread(target=lambda: runs.all_runs(site, site.jobs.all()), daemon=True)
     reading.start()  # the first visit finds it read; of very many runs it goes on beside
     reading.join(timeout=2)
-    screens = [site.routes(module.ROUTES) for module in (runs, new_run, data, precision, generate, chat)]
+    screens = [site.routes(module.ROUTES) for module in (runs, new_run, data, precision, generate, chat, trash)]
     routes = [
         *(route for found in screens for route in found),
         *site.routes({"/file": send_file}),

@@ -96,7 +96,7 @@ class Job:
 
     def read(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a file of its folder; an empty one where there is none."""
-        return _object(self.folder / name) or {}
+        return read_object(self.folder / name) or {}
 
 
 _JOB = TypeAdapter(Job)
@@ -220,8 +220,9 @@ class Jobs:
         record = json.loads((folder / "job.json").read_text(encoding="utf-8"))
         record |= {"id": folder.name, "folder": folder, "place": (folder / "place").read_text()}
         if (folder / "running.json").exists():  # one that cannot be read was begun, too
-            running = _object(folder / "running.json") or {}
-            gone, ended = job_is_gone(running), _object(folder / "ended.json")  # in this order: its end is noted first
+            running = read_object(folder / "running.json") or {}
+            gone = job_is_gone(running)
+            ended = read_object(folder / "ended.json")  # read after that: a job's end is noted before it is gone
             stop_requested = (folder / "asked").exists()
             record |= {"began": running.get("at"), "pid": running.get("pid", 0), "stop_requested": stop_requested}
             record["state"] = "lost" if gone else "running"
@@ -233,7 +234,8 @@ class Jobs:
         return _JOB.validate_python(record)
 
 
-def _object(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if there is none."""
     with suppress(OSError, ValueError):
         read = json.loads(path.read_text(encoding="utf-8") or "{}")
         return read if isinstance(read, dict) else None

@@ -164,7 +164,7 @@ class Tab:
             self.bad.append(url)
 
     def _notice_dialog(self, dialog: Any) -> None:
-        if dialog.type == "confirm" and dialog.message.startswith("End "):  # the one question that the page asks
+        if dialog.type == "confirm" and dialog.message.startswith(("End ", "Delete ")):  # what the page asks
             dialog.accept() if self.agrees else dialog.dismiss()
         else:
             self.bad.append(f"dialog {dialog.message}")

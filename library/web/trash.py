@@ -1,0 +1,162 @@
+"""The trash: what is deleted on the page can be restored until the trash is emptied.
+
+What was deleted together is one folder ``<output>/.tandem/trash/<time>-<name>/``: ``origin.json`` says when, and where
+each path was; the file or folder itself is ``0/<its name>``, a second one ``1/<its name>``. The record is written
+first, so that whatever is interrupted can be restored. From another disk a whole copy is made before anything goes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from library.errors import UserError, printable
+from library.files import atomic_folder, atomic_path, discard, rename, write_text
+from library.folder_lock import HOLDER, is_held
+from library.web.access import STATE, Refused
+from library.web.jobs import Jobs, read_object
+from library.web.site import Form, Routes, Site, goto
+
+
+@dataclass(frozen=True)
+class Trashed:
+    """What was deleted together: where it is kept, when it was deleted, and where each path was."""
+
+    folder: Path
+    at: float
+    origins: tuple[Path, ...]
+
+    @property
+    def kept(self) -> list[tuple[Path, Path]]:
+        """Where each path is kept and where it was, of those that are in the trash."""
+        places = [(self.folder / str(i) / path.name, path) for i, path in enumerate(self.origins)]
+        return [(kept, path) for kept, path in places if os.path.lexists(kept)]
+
+    @property
+    def nbytes(self) -> int:
+        """How much disk it takes."""
+        files = (Path(folder) / name for folder, _, names in os.walk(self.folder) for name in names)
+        return sum(file.lstat().st_size for file in files)
+
+
+def trash(site: Site, *paths: Path) -> Trashed:
+    """Move files and folders into the trash, as one thing to restore; of a run's folder its jobs go along.
+
+    Raises:
+        UserError: one is not there, is no file of the allowed folders, or a run uses it; then nothing is moved.
+    """
+    with site.jobs.alone():
+        places = [_movable(site, path) for path in paths]
+        jobs = [job.folder for job in site.jobs.all() if job.output and Path(job.output) in places]
+        name = re.sub(r"\W+", "_", places[0].name)[:40]
+        folder = _folder(site) / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}-{name}"
+        found = Trashed(folder, time.time(), (*places, *jobs))
+        folder.mkdir(parents=True)
+        write_text(folder / "origin.json", json.dumps({"at": found.at, "from": [*map(str, found.origins)]}))
+        for i, place in enumerate(found.origins):
+            move(place, folder / str(i) / place.name)
+    return found
+
+
+def restore(site: Site, name: str) -> Trashed:
+    """Move what is in the trash under ``name`` back to where it was.
+
+    Raises:
+        UserError: it is not in the trash, or something has its place meanwhile; then nothing is moved.
+    """
+    with site.jobs.alone():
+        found = next((each for each in trashed(site) if each.folder.name == name), None)
+        if found is None:
+            raise UserError(f"{printable(name[:200])}: is not in the trash; reload the screen")
+        for _, path in found.kept:
+            site.roots.find(str(path.parent), own=path.is_relative_to(site.jobs.folder))
+            if os.path.lexists(path):
+                raise UserError(f"{site.roots.show(path)}: another one has this name now; rename or delete it first")
+        for kept, path in found.kept:
+            move(kept, path)
+        discard(found.folder)
+    return found
+
+
+def trashed(site: Site) -> list[Trashed]:
+    """Return what is in the trash, the newest first."""
+    found = []
+    for file in sorted(_folder(site).glob("*/origin.json"), reverse=True):
+        if record := read_object(file):
+            found.append(Trashed(file.parent, record["at"], tuple(map(Path, record["from"]))))
+    return [each for each in found if each.kept]
+
+
+def move(source: Path, target: Path) -> None:
+    """Move a file or folder to a name that is free; to another disk as a copy that is whole before ``source`` goes."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        rename(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        if source.is_dir() and not source.is_symlink():
+            with atomic_folder(target) as copy:
+                shutil.copytree(source, copy, symlinks=True, dirs_exist_ok=True)
+        else:
+            with atomic_path(target) as copy:
+                shutil.copy2(source, copy, follow_symlinks=False)
+        if sys.platform != "win32":
+            os.sync()
+        discard(source)
+
+
+def refuse_busy(jobs: Jobs, path: Path) -> None:
+    """Raise a UserError if ``path`` is a folder that a run which goes on or waits has, is in, or has it inside."""
+    if not path.is_dir() or path.is_symlink():
+        return
+    outputs = [Path(job.output) for job in jobs.all() if job.output and not job.is_over]
+    inside = [Path(folder) for folder, _, files in os.walk(path) if HOLDER in files]
+    outputs += filter(is_held, (*inside, *path.parents))
+    if busy := [each for each in outputs if each.is_relative_to(path) or path.is_relative_to(each)]:
+        raise UserError(f"{busy[0]}: a running or waiting run uses this folder; stop it first")
+
+
+def _movable(site: Site, path: Path) -> Path:
+    """Return ``path`` with the links above it resolved; raises a UserError if it may not be moved now."""
+    place, shown = site.roots.find(str(path.absolute().parent)) / path.name, site.roots.show(path)
+    if path.name in ("", "..", STATE) or any(root.is_relative_to(place) for root in site.roots.all):
+        raise Refused(f"{shown}: this page was given it, or needs it; delete or rename what is in it")
+    if not os.path.lexists(place):
+        raise UserError(f"{shown}: no such file or folder; it may have been moved or deleted")
+    refuse_busy(site.jobs, place)
+    return place
+
+
+def _folder(site: Site) -> Path:
+    return site.roots.state / "trash"
+
+
+def show(site: Site, request: Request, form: Form) -> Response:
+    """Show what is in the trash."""
+    return site.page(request, "trash.html", things=trashed(site), jobs=site.jobs.folder)
+
+
+def change(site: Site, request: Request, form: Form) -> Response:
+    """Restore what the form names; or, where it names nothing, delete all that is in the trash for good."""
+    if name := str(form.get("name", "")):
+        restore(site, name)
+    else:
+        with site.jobs.alone():
+            for each in trashed(site):
+                discard(each.folder)
+    return goto("/trash")
+
+
+ROUTES: Routes = {"/trash": (show, change)}

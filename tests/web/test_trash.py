@@ -1,0 +1,151 @@
+"""The trash: what goes in comes back byte for byte; what a run uses, or is not the page's, stays where it is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from library.errors import UserError
+from library.folder_lock import FolderLock
+from library.web.access import AllowedRoots
+from library.web.jobs import Job
+from library.web.site import Site
+from library.web.trash import restore, trash, trashed
+
+LETTERS = st.characters(blacklist_characters="/\0", blacklist_categories=("Cs",))
+NAMES = st.text(LETTERS, min_size=1, max_size=40).filter(
+    lambda name: name not in (".", "..", ".tandem") and len(name.encode()) < 250
+)
+TREES = st.recursive(st.binary(max_size=30), lambda inner: st.dictionaries(NAMES, inner, max_size=4), max_leaves=8)
+Tree = bytes | dict[str, "Tree"]
+
+
+def write(path: Path, tree: Tree) -> None:
+    if isinstance(tree, bytes):
+        path.write_bytes(tree)
+        return
+    path.mkdir()
+    for name, inner in tree.items():
+        write(path / name, inner)
+
+
+def read(path: Path) -> Tree:
+    return path.read_bytes() if path.is_file() else {each.name: read(each) for each in path.iterdir()}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site.of(AllowedRoots.of([tmp_path / "output"], [tmp_path]))
+
+
+def another_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be renamed into or out of the trash, as among two disks."""
+
+    def rename(source: Path, target: Path) -> None:
+        if (".tandem" in source.parts) != (".tandem" in target.parts):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        source.rename(target)
+
+    monkeypatch.setattr("library.web.trash.rename", rename)
+
+
+@pytest.mark.parametrize("disks", [1, 2])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(trees=st.dictionaries(NAMES, TREES, min_size=1, max_size=3))
+def test_what_is_deleted_comes_back(
+    trees: dict[str, Tree], disks: int, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = site.roots.outputs[0] / "some" / "datä"
+    shutil.rmtree(place.parent, ignore_errors=True)
+    place.mkdir(parents=True)
+    for name, tree in trees.items():
+        write(place / name, tree)
+    before = read(place)
+    with monkeypatch.context() as patched:
+        if disks == 2:
+            another_disk(patched)
+        found = trash(site, *(place / name for name in trees))
+        assert read(place) == {}
+        assert [each.folder for each in trashed(site)] == [found.folder]
+        assert sorted(path.name for _, path in found.kept) == sorted(trees)
+        # nothing is written over what has the name meanwhile, and all stays in the trash
+        taken = place / next(iter(trees))
+        taken.write_text("new")
+        with pytest.raises(UserError, match="another one has this name"):
+            restore(site, found.folder.name)
+        assert (read(place), len(trashed(site)[0].kept)) == ({taken.name: b"new"}, len(trees))
+        taken.unlink()
+        shutil.rmtree(place.parent)
+        restore(site, found.folder.name)
+    assert read(place) == before
+    assert trashed(site) == []
+
+
+def test_a_copy_to_another_disk_that_fails_loses_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = site.roots.outputs[0] / "run"
+    write(folder, {"one": b"1", "inner": {"two": b"2"}})
+    os.mkfifo(folder / "inner/pipe")  # cannot be copied
+    another_disk(monkeypatch)
+    with pytest.raises((OSError, UserError)):
+        trash(site, folder)
+    assert (folder / "one").read_bytes() + (folder / "inner/two").read_bytes() == b"12"
+    assert trashed(site) == []
+
+
+def test_a_link_is_moved_and_not_what_it_leads_to(site: Site, tmp_path: Path) -> None:
+    write(tmp_path / "photos", {"a.png": b"a"})
+    link = site.roots.outputs[0] / "photos"
+    link.symlink_to(tmp_path / "photos")
+    found = trash(site, link)
+    assert (os.path.lexists(link), read(tmp_path / "photos")) == (False, {"a.png": b"a"})
+    restore(site, found.folder.name)
+    assert link.readlink() == tmp_path / "photos"
+
+
+def _held(site: Site, run: Path) -> FolderLock:
+    lock = FolderLock(run, "it")
+    lock.acquire()
+    return lock  # which is given back with the last reference to it
+
+
+def _waits(site: Site, run: Path) -> Job:
+    site.jobs.begin = lambda name=None: None  # type: ignore[method-assign]
+    return site.jobs.add("train", "it", ["-c", "pass"], queued=True, output=str(run))
+
+
+@pytest.mark.parametrize("uses", [_held, _waits])
+def test_a_folder_that_a_run_uses_stays(uses: Callable[[Site, Path], object], site: Site) -> None:
+    run = site.roots.outputs[0] / "many/run"
+    for place in ("samples", "it-state"):
+        (run / place).mkdir(parents=True)
+    kept = uses(site, run)
+    for path in (run, run.parent, run / "it-state"):
+        with pytest.raises(UserError, match="running or waiting run uses"):
+            trash(site, path)
+        assert path.is_dir()
+    (run / "old.safetensors").write_text("")
+    trash(site, run / "old.safetensors")  # a file alone may go
+    del kept
+
+
+def test_what_the_page_needs_or_was_not_given_stays(site: Site, tmp_path: Path) -> None:
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.mkdir()
+    (tmp_path / "way").symlink_to(outside)
+    (outside / "a").write_text("a")
+    output = site.roots.outputs[0]
+    (output / ".tandem").mkdir(exist_ok=True)
+    for path in (tmp_path, output, output / ".tandem", output / ".tandem/jobs", tmp_path / "way/a", outside,
+                 output / "x/..", output / "nothing", Path("/"), Path()):  # fmt: skip
+        with pytest.raises(UserError):
+            trash(site, path)
+    assert (outside / "a").read_text() == "a"
+    with pytest.raises(UserError):
+        restore(site, "../../outside")
