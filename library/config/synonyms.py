@@ -33,16 +33,6 @@ def synonyms() -> Mapping[str, list[str]]:
     return {word: [*keys] for word, keys in found.items()}
 
 
-@cache
-def words_for() -> Mapping[str, list[str]]:
-    """Return the other words of each option that has some."""
-    found = dict[str, list[str]]()
-    for word, keys in synonyms().items():
-        for key in keys:
-            found.setdefault(key, []).append(word)
-    return found
-
-
 def meant_by(word: str, known: Collection[str]) -> str | None:
     """Return which of the options ``known`` a wrong name means: one that it is another word for, or the nearest."""
     return next((key for key in synonyms().get(word.lower(), ()) if key in known), None) or nearest_of(word, known)

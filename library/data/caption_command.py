@@ -52,7 +52,7 @@ def write_captions(command: str, config: DatasetConfig, start: Callable[[str, in
     """
     words = command_words(command)
     every = [subset for dataset in config.datasets for subset in dataset.subsets if subset.settings.num_repeats]
-    subsets = [one for one in every if one.metadata_file is None and one.settings.class_tokens is None]
+    subsets = [one for one in every if one.metadata_file is None and not one.settings.class_tokens]
     if not subsets:
         raise UserError(f"{config.path}: caption_command: every subset has class_tokens or a metadata_file; remove it")
     files = {image: file for subset in subsets for image, file in uncaptioned(subset).items()}

@@ -24,8 +24,8 @@ from library.data.cache import preview_names, previews
 from library.data.captions import can_drop, caption_variants
 from library.data.config import DatasetConfig, Subset
 from library.data.file_index import content_hash
-from library.data.images import reduced
-from library.data.lint import Report, title
+from library.data.images import is_turned, reduced
+from library.data.lint import KINDS, Report, title
 from library.data.samples import Sample
 from library.data.sources import caption_suffix, is_image, stem
 from library.files import atomic_path, clear_leftovers, read_bytes
@@ -138,7 +138,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
                     "random_crop": sample.fit.encoded != sample.fit.bucket,
                     "captions": list(dict.fromkeys(captions)),
                     "repeats": sample.repeats,
-                    "marks": marks_of(sample),
+                    "marks": marks_of(sample) + ["turned upright (EXIF)"] * is_turned(path),
                     "besides": preview_names(sample),
                     "companions": [os.path.realpath(file.path) for file in sample.files[1:]],
                 }
@@ -163,7 +163,10 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
         kinds.append({"kind": kind, "title": title(found), "is_error": found[0].is_error, "findings": findings})
         for one, of in zip(found, named, strict=True):
             for number in of:
-                images[number]["findings"].append({"kind": kind, "is_error": one.is_error, "text": one.text})
+                other = next((images[n]["name"] for n in of if images[n]["path"] != images[number]["path"]), "another")
+                short = KINDS[kind]["short"].format(other=other)
+                found_there = {"kind": kind, "short": short, "is_error": one.is_error, "text": one.text}
+                images[number]["findings"].append(found_there)
     several = len(config.datasets) > 1
     return {
         "dataset": str(config.path),

@@ -66,6 +66,12 @@ def read_size(path: str) -> Size:
     return read_header(path)[0]
 
 
+def is_turned(path: str) -> bool:
+    """Return whether an image's EXIF orientation says that it lies on its side or is mirrored."""
+    with reading(path, "look again"), _open(path, path) as image:
+        return _orientation(image) > 1
+
+
 def decode(data: bytes, name: str, alpha_mask: bool = False) -> tuple[Image.Image, Image.Image | None]:
     """Decode an image file's bytes to an upright RGB image and its mask.
 

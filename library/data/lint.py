@@ -240,7 +240,7 @@ def _captions(captions: Iterable[Caption]) -> list[Finding]:
     for path, caption, settings in captions:
         if not caption.strip():
             empty += [] if settings.trigger_word else [path]
-        elif settings.class_tokens is None and not settings.is_reg:
+        elif not settings.class_tokens and not settings.is_reg:
             by_text[caption.strip()].append(path)
     found = [Finding("caption", tuple(empty), f"{_names(empty)}: empty caption")] if empty else []
     for text, paths in by_text.items():

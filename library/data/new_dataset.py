@@ -14,6 +14,7 @@ from library.files import find_bad_name, toml_text, write_text
 
 _PNG_AND_JPEG = (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif")
 IMAGE_SUFFIXES = frozenset((*_PNG_AND_JPEG, ".webp", ".avif", ".bmp", ".dib", ".tif", ".tiff", ".gif"))
+_PHOTOS = (".heic", ".heif", ".hif", ".dng", ".cr2", ".nef", ".arw", ".jxl")  # of phones and cameras: not read here
 CAPTION_SUFFIXES = frozenset((".txt", ".caption"))  # of new ones; a dataset may name others
 LEAST_RESOLUTION = 32  # a patch of every model
 MOST_CAPTION_BYTES = 2**20  # no model reads more than a few thousand
@@ -40,8 +41,7 @@ def write_dataset(folder: Path, image_dir: str, trigger_word: str, resolution: s
     images.mkdir(parents=True, exist_ok=True)
     endings = {file.suffix for file in images.iterdir()} & CAPTION_SUFFIXES
     subset: dict[str, object] = {"image_dir": image_dir, "num_repeats": numbers["num_repeats"]}
-    if trigger_word:
-        subset["trigger_word"] = trigger_word
+    subset |= {"trigger_word": trigger_word} if trigger_word else {"class_tokens": ""}  # without: refused
     ending = ".caption" if endings == {".caption"} else ".txt"
     tables = {
         "general": {"caption_extension": ending, "multiline_captions": True, "enable_bucket": True},
@@ -58,12 +58,18 @@ def find_bad_start(name: str) -> str | None:
 
 def refusal_of(name: str) -> str | None:
     """Return in words why a file called ``name`` is not put into a dataset; None if it is."""
-    is_known = Path(name).suffix.lower() in IMAGE_SUFFIXES | CAPTION_SUFFIXES
-    return find_bad_start(name) or (None if is_known else "is neither an image nor a caption (.txt, .caption)")
+    suffix = Path(name).suffix.lower()
+    if suffix in IMAGE_SUFFIXES | CAPTION_SUFFIXES:
+        return find_bad_start(name)
+    remedy = "save it as JPEG" if suffix in _PHOTOS else "it is neither an image nor a caption (.txt, .caption)"
+    return find_bad_start(name) or f"{suffix or 'without an ending it'} is not read here; {remedy}"
 
 
 def add_file(path: Path, content: BinaryIO) -> str | None:
     """Write an image or caption into a dataset, over none that is there; return why not, None if it was written."""
+    if path.suffix.lower() in CAPTION_SUFFIXES and not content.read(MOST_CAPTION_BYTES).strip():
+        return "is empty; an image without a caption needs no file"
+    content.seek(0)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(path, "xb") as output:

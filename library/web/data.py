@@ -237,7 +237,8 @@ def _matching(site: Site, found: dict[str, Any], filters: Any) -> list[int]:
             and words.casefold() in f"{image['name']}\n{text}".casefold()
         )
 
-    return [number for number, image in enumerate(found["images"]) if is_left(image)]
+    left = [number for number, image in enumerate(found["images"]) if is_left(image)]
+    return sorted(left, key=lambda number: found["images"][number]["bucket"] is not None)  # what stops training first
 
 
 def grid(site: Site, request: Request, form: Form) -> Response:

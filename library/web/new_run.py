@@ -26,7 +26,7 @@ from library.config.markers import split_pairs
 from library.config.model_types import MODEL_FILE_KEYS
 from library.config.optimizer_types import OPTIMIZERS
 from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections
-from library.config.synonyms import words_for
+from library.config.synonyms import synonyms
 from library.errors import UserError
 from library.files import decoded, parse_json, read_text, read_toml
 from library.models.hub import takes_parts
@@ -61,7 +61,8 @@ _OF_A_RUN = (*_PATHS, "dataset_args", "output_dir", "output_name")  # which a su
 def form_of(script: Script[Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Return the basics, then the sections with all other options: title, sentence (none of the basics), options."""
     found = fields(script).items()
-    controls = {key: option(key, field) | {"also": " ".join(words_for().get(key, ()))} for key, (_, field) in found}
+    also = {key: " ".join(word for word, keys in synonyms().items() if key in keys) for key, _ in found}
+    controls = {key: option(key, field) | {"also": also[key]} for key, (_, field) in found}
     groups = [(title, "", [controls.pop(k) for k in keys.split() if k in controls]) for title, keys in _BASICS.items()]
     for name, section in sections(script).items():
         rest = [controls[key] for key in section_fields(script, section) if key in controls]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 
 from library.config import load_config
 from library.config.schema import DatasetArguments
@@ -271,16 +271,23 @@ def test_regularisation_images_whose_size_no_epoch_takes_are_named(tmp_path: Pat
 # ---- what is written for the user
 
 
-@given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400)), min_size=1, max_size=8))
+PHOTOS = ((".png", "RGBA"), (".jpg", "CMYK"), (".JPG", "RGB"), (".gif", "P"), (".webp", "RGB"), (".TIF", "I;16"))
+
+
+@given(st.lists(st.tuples(*[st.integers(1, 400)] * 2, st.sampled_from(PHOTOS), st.booleans()), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=15)
 def test_suggested_and_new_datasets_are_trained_on_whatever_the_images_are(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[Size]
+    tmp_path_factory: pytest.TempPathFactory, photos: list[tuple[int, int, tuple[str, str], bool]]
 ) -> None:
     folder = tmp_path_factory.mktemp("dataset")
     (folder / "img").mkdir()
-    for number, size in enumerate(sizes):
-        Image.new("RGB", size, (number, 0, 0)).save(folder / "img" / f"{number}.png")
-        (folder / "img" / f"{number}.txt").write_text(f"a house {number}")
+    lying = Image.Exif()
+    lying[ExifTags.Base.Orientation] = 6
+    for number, (width, height, (ending, mode), has_caption) in enumerate(photos):
+        path = folder / "img" / f"{number}{ending}"
+        Image.new(mode, (width, height)).save(path, **({"exif": lying} if ending == ".JPG" else {}))
+        if has_caption:
+            path.with_suffix(".txt").write_text(f"a house {number}")
     for model_type in ("flux", "qwen_image_21"):
         answers = Answers("style", "m", model_type, {}, folder / "img", None, None, None, None, folder)
         (folder / "suggested.toml").write_text(suggest(answers, summarise_dataset(answers), Memory({}))["dataset.toml"])
@@ -288,7 +295,7 @@ def test_suggested_and_new_datasets_are_trained_on_whatever_the_images_are(
         for path in (folder / "suggested.toml", new):
             config = load_dataset_config(path, DatasetArguments(dataset_config=str(path)))
             found = scan(config, 0, 32 if model_type == "qwen_image_21" else 16)
-            assert len(found.train) + len(found.held_out) == len(sizes)
+            assert len(found.train) + len(found.held_out) == len(photos)
 
 
 def test_a_new_dataset_has_a_resolution_that_holds_a_patch(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ if (grid) {
   }).observe(grid);
 }
 
-// Pictures, one after the other; what was refused is said by the page that comes next.
+// Pictures, one after the other; what was refused is said on the dataset's screen until the message is closed.
 async function send(files, to) {
   const bar = find("#sent"), refused = [];
   [bar.hidden, bar.max, bar.value] = [false, files.length, 0];
@@ -47,11 +47,12 @@ async function send(files, to) {
   }
   const lines = refused.filter(Boolean);
   if (lines.length > 20) lines.splice(20, Infinity, `and ${lines.length - 20} more`);
-  sessionStorage.setItem("refused", lines.join("\n"));
+  sessionStorage.setItem(`refused ${to}`, lines.join("\n"));
   return true;
 }
-if (sessionStorage.getItem("refused")) say(sessionStorage.getItem("refused"), "warn");
-sessionStorage.removeItem("refused");
+if (sessionStorage.getItem(`refused ${dataset}`)) say(sessionStorage.getItem(`refused ${dataset}`), "warn");
+document.addEventListener("click", ({ target }) =>
+  target.closest("#message [data-close]") && sessionStorage.removeItem(`refused ${dataset}`));
 find("#does [type=file]")?.addEventListener("change", async ({ target }) => {
   const body = new URLSearchParams({ dataset });
   if (await send(target.files, dataset) && await ask("/data/look", { method: "POST", body })) location.reload();
