@@ -151,7 +151,8 @@ def main() -> None:
         print(f"first     the base paints {painted} (preserve_prompts), once for this base; they are kept")
     print(*(f"note: {line}" for line in found.notes), sep="\n", end="\n" * bool(found.notes))
     if missing := found.without_caption:
-        print(f"note: {missing} without a caption; write them, or a command: {suggestion.CAPTIONER} in [dataset]")
+        command = suggestion.captioner(answered.images)
+        print(f"note: {missing} without a caption; write them, or have a model write them: {command}")
     if any(word in Path(answered.model).name.lower() for word in ("turbo", "schnell")):
         print("note: a distilled model; train on its base where there is one (docs/distilled.md)")
     print(f"start: .venv/bin/python train_lora.py --config_file {answered.save_to / 'config.toml'}")

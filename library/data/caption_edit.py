@@ -138,12 +138,17 @@ class Journal:
         done, undone = self.stacks()
         return {"undo": done[-1]["what"] if done else "", "redo": undone[-1]["what"] if undone else ""}
 
-    def write(self, what: str, changes: Sequence[Change]) -> list[str]:
-        """Write new texts; return the paths whose old text is not there any more, which were left alone."""
+    def write(self, what: str, changes: Sequence[Change], more: bool = False) -> list[str]:
+        """Write new texts; return the paths whose old text is not there any more, which were left alone.
+
+        ``more``: of the last change, if that was the same ``what``: the two are undone together.
+        """
         with hold(self._file.with_suffix(".lock")):
             kept = [one for one in changes if one[1] != one[2] and read(self._find(one[0])).is_as(one[1])]
             if kept:
-                self._note([*self.stacks()[0], {"what": what, "changes": kept}], [])
+                done, _ = self.stacks()
+                earlier = done.pop()["changes"] if more and done and done[-1]["what"] == what else []
+                self._note([*done, {"what": what, "changes": [*earlier, *kept]}], [])
             return self._write(changes)
 
     def step(self, back: bool) -> tuple[str, list[str]]:

@@ -332,8 +332,11 @@ def _folded(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
-def uncaptioned(subset: Subset) -> dict[Path, Path]:
-    """Return the images of a subset with an ``image_dir`` that have no caption, with the files that one belongs in."""
+def uncaptioned(subset: Subset, captioned_too: bool = False) -> dict[Path, Path]:
+    """Return the images of a subset with an ``image_dir`` that have no caption, with the files that one belongs in.
+
+    ``captioned_too``: also those that have one, with its file.
+    """
     folder, suffix = subset.image_dir, caption_suffix(subset)
     assert folder is not None
     if is_image(f"x{suffix}"):
@@ -343,8 +346,8 @@ def uncaptioned(subset: Subset) -> dict[Path, Path]:
     captions = captions_beside([*files, *others], suffix, subset.where)
     for caption in set(captions.values()) - files.keys():
         read_text(folder / caption)  # which tells what lies there instead of a file
-    without = [name for name in _pictures(files) if name not in captions]
-    return {folder / name: folder / (stem(name) + suffix) for name in without}
+    found = [name for name in _pictures(files) if captioned_too or name not in captions]
+    return {folder / name: folder / captions.get(name, stem(name) + suffix) for name in found}
 
 
 def caption_suffix(subset: Subset) -> str:

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any, Literal
 
@@ -26,8 +27,9 @@ from library.data.config import load_dataset_config
 from library.data.file_index import list_folder
 from library.data.samples import Sample, scan
 from library.data.sources import captioned
-from library.errors import UserError
+from library.errors import UserError, printable
 from library.files import read_toml, toml_text
+from library.models.captioner import CAPTIONERS
 from library.models.family_by_name import family_class
 from library.models.files import pipeline_class, transformer_of
 from library.models.hub import find_model, pipeline_of
@@ -36,7 +38,6 @@ from library.training.sampling.painting import GENERAL, passes_of
 from library.training.sampling.prompts import usual_prompt
 
 Kind = Literal["subject", "style", "edit"]
-CAPTIONER = 'caption_command = "my_captioner {image}"'
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,12 @@ def painted_first(answers: Answers) -> str:
     return f"{count} pictures in {passes_of([usual_prompt(family_class(answers.model_type))] * count):,} passes"
 
 
+def captioner(images: Path) -> str:
+    """Return the command that has a vision language model write the captions of a folder or dataset."""
+    named = printable(quote(images.as_posix()))
+    return f"python tools/caption_images.py {named} --model {next(iter(CAPTIONERS))}"
+
+
 def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, str]:
     """Return file name -> text: the dataset TOML of a folder, and the configuration."""
     values, folder = presets(answers.model_type), answers.images.is_dir()
@@ -194,7 +201,8 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, s
     jinja.filters |= {"toml": _toml, "comment": _comment}
     context = {
         "answers": answers, "found": found, "chosen": chosen, "values": values, "folder": folder, "held_out": held_out,
-        "trained": len(found.samples) - held_out, "sampled": sampled, "pairs": pairs, "captioner": CAPTIONER,
+        "trained": len(found.samples) - held_out, "sampled": sampled, "pairs": pairs,
+        "captioner": captioner(answers.images),
         "title": MODEL_TYPES[answers.model_type].title, "lines": lines, "name": answers.save_to.resolve().name,
         "is_tiny": "tiny-" in answers.model,  # built in, not made for the family's size
         "painted": painted_first(answers),
