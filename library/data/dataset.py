@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -33,7 +32,6 @@ from library.data.buckets import ControlSizing
 from library.data.cache import (
     EncodeJob,
     ImageEncoder,
-    Progress,
     TextEncoder,
     TextJob,
     absent,
@@ -45,7 +43,7 @@ from library.data.cache import (
 from library.data.captions import has_word
 from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile
-from library.data.samples import Sample, Scan, control_sizing, scan
+from library.data.samples import Progress, Sample, Scan, control_sizing, scan
 from library.errors import UserError, counted
 
 
@@ -70,6 +68,7 @@ def build_dataset(
     prior_loss_weight: float = 1.0,
     preservation: PreservationConfig | None = None,
     painted: Painted | None = None,
+    start: Progress | None = None,
 ) -> TrainingData:
     """Find all samples of a dataset TOML; nothing is encoded yet.
 
@@ -81,6 +80,7 @@ def build_dataset(
         prior_loss_weight: loss weight of regularisation images.
         preservation: which samples the frozen model's answers are the targets of.
         painted: pictures that the base has painted.
+        start: as of ``scan``.
 
     Raises:
         UserError: anything wrong with the files; ``preserve_class`` has no trigger word to replace.
@@ -91,7 +91,7 @@ def build_dataset(
         with_it = (replace(each, subsets=(*each.subsets, added)) for each in config.datasets)
         config = replace(config, datasets=tuple(with_it))
     share, captions = preserving(preservation or PreservationConfig(), config, prior_loss_weight)
-    found = scan(config, seed, pixel_multiple, prior_loss_weight, share)
+    found = scan(config, seed, pixel_multiple, prior_loss_weight, share, start=start)
     classes = (subset for dataset in config.datasets for subset in dataset.subsets if subset.settings.preserve_class)
     if captions is None and (inert := next(classes, None)):
         found.warnings.append(f'{inert.where}: no effect without preserve = "prior": preserve_class')
@@ -283,19 +283,6 @@ class TrainingData:
         fingerprint = self.train.text_fingerprint
         assert fingerprint is not None, "ask missing_text or cache_text first"
         return read_cached(_as_job(text).path(self.text_folder, fingerprint))
-
-    def decode(self, progress: Progress) -> None:
-        """Decode every file to its end that was not decoded before.
-
-        Raises:
-            UserError: names the first that is damaged, and how many more are.
-        """
-        problems: dict[str, str] = {}
-        for index, files in self._files():
-            problems |= index.decode(files, partial(progress, "checking images"))
-        for path, problem in problems.items():
-            more = f" ({len(problems) - 1} more: tools/check_dataset.py lists them)" if len(problems) > 1 else ""
-            raise UserError(f"{path}: {problem}{more}")
 
     def describe(self) -> list[str]:
         """Return the lines of a summary of datasets, subsets, buckets and counts."""

@@ -58,6 +58,7 @@ class SourceFile:
     size: tuple[int, int] | None = None
     content: str | None = None
     frames: int = 1  # or pages; read with the size
+    is_decoded: bool = False  # to its end
 
     @property
     def stat(self) -> Stats:
@@ -69,7 +70,7 @@ class SourceFile:
         if values and kind != "contents":
             self.size, self.frames = (values[0], values[1]), values[2]
         if values and kind != "sizes":
-            self.content = values[-1]
+            self.content, self.is_decoded = values[-1], self.is_decoded or kind == "decoded"
 
 
 _OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "__macosx"})  # hidden where they are made
@@ -226,7 +227,7 @@ class FileIndex:
                 return None
             return [*size, frames, content_hash(data)]
 
-        self._read("decoded", files := list(files), whole, start)
+        self._read("decoded", files := [file for file in files if not file.is_decoded], whole, start)
         return {file.path: problems[file.path] for file in files if file.path in problems}
 
     def look(
@@ -241,7 +242,7 @@ class FileIndex:
         found: dict[str, Sequence[Any] | None] = {path: self._recall(kind, path, stats[path]) for path in stats}
         new = [path for path, values in found.items() if values is None]
         _let_tick_pass(stats[path][2] for path in new)
-        advance, started = start(len(new)), time.time_ns()
+        advance, started = start(len(new)) if new else (lambda _: None), time.time_ns()
         with ThreadPoolExecutor(_THREADS) as pool:
             for path, values in zip(new, (pool.map if len(new) > 1 else map)(read, new), strict=True):
                 advance(1)

@@ -207,9 +207,9 @@ def test_a_style_trains_as_it_is_written(tmp_path: Path) -> None:
 
 def test_a_subject_is_preserved_and_called_by_its_word(tmp_path: Path, capsys: Capture) -> None:
     folder = write(SUBJECT, tmp_path)
-    # 24 prompts to train on and 10 to measure by; the steps of the family's table, by the guidance input in one pass
+    # 16 prompts to train on and 8 to measure by; the steps of the family's table, by the guidance input in one pass
     steps = presets(toml.load(folder / "config.toml")["model"]["model_type"])["sample_steps"][0]
-    said = f"the base paints 34 pictures in {34 * steps:,} passes"
+    said = f"the base paints 24 pictures in {24 * steps:,} passes"
     assert said in capsys.readouterr().out
     assert said in (folder / "config.toml").read_text()
     written = toml.load(folder / "config.toml")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,9 +39,11 @@ from library.data.batches import (
     collate_or_error,
 )
 from library.data.cache import discard_damaged
-from library.data.caption_command import write_captions
+from library.data.caption_command import without_captions, write_captions
+from library.data.config import DatasetConfig
 from library.data.dataset import Painted, TrainingData, build_dataset, check_masks
 from library.data.lint import captions_of, long_captions, summarise
+from library.data.samples import Progress
 from library.errors import UserError
 from library.models.family import Family
 from library.models.family_by_name import model_family
@@ -52,7 +54,7 @@ from library.nn.attention_timing import AttentionShape, choose_kernel
 from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import plan_base, text_encoder_recipe
-from library.processes import agreed, from_all_processes
+from library.processes import agreed
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
 from library.training.flow import NOISE_LEVELS
@@ -68,7 +70,14 @@ from library.training.report.progress import counting
 from library.training.run_inputs import RunInputs, dataset_settings, idle_options, require_same
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
-from library.training.sampling.painting import PaintedSet, missing_of, paint, painted_sets
+from library.training.sampling.painting import (
+    PaintedSet,
+    missing_of,
+    paint,
+    painted_sets,
+    pictures_of,
+    restore_captions,
+)
 from library.training.sampling.prompts import note_changes
 from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
@@ -165,8 +174,11 @@ class ImageLora(LoraTask):
             UserError: see ``write_captions``, ``build_dataset`` and ``check_masks``; a seam without masks; more control
                 images than the model takes.
         """
-        config, self.data = self.plan.config, self._dataset(painted)
-        data = self.data
+        config, command = self.plan.config, self.plan.config.dataset.caption_command
+        with agreed("writing captions"), counting(self.console) as start:
+            if command and self.accelerator.is_main_process:
+                write_captions(command, self.plan.dataset, start)
+        self.data = data = self._dataset(self.plan.dataset, painted)
         self.attention = self._attention_kernel()
         self.console.print(*data.describe(), sep="\n", soft_wrap=True)
         captions = captions_of([*data.listed, *(data.validation.samples if data.validation else ())])
@@ -175,19 +187,19 @@ class ImageLora(LoraTask):
         for line in [*idle_options(config, self.plan.dataset), *notes, *summarise(data.listed)]:
             self.console.print(f"note: {line}", soft_wrap=True)
 
-    def _dataset(self, painted: Painted | None = None) -> TrainingData:
+    def _dataset(
+        self, dataset: DatasetConfig, painted: Painted | None = None, start: Progress | None = None
+    ) -> TrainingData:
         config, encoder = self.plan.config, self.image_encoder
-        with agreed("writing captions"), counting(self.console) as start:
-            if config.dataset.caption_command and self.accelerator.is_main_process:
-                write_captions(config.dataset.caption_command, self.plan.dataset, start)
         data = build_dataset(
-            self.plan.dataset,
+            dataset,
             config.training.seed,
             encoder.pixel_multiple,
             encoder.latent_factor,
             config.training.prior_loss_weight,
             config.preservation,
             painted,
+            start,
         )
         check_masks(data, config.flow.masked_loss)
         check_seam(config.flow, data)
@@ -206,18 +218,33 @@ class ImageLora(LoraTask):
         return choose_kernel(training.attention, self.accelerator.device, shape, folder, report)
 
     def paint(self) -> Painted:
-        """Let the base paint what the run trains on and is measured by, once every image of the dataset was decoded."""
+        """Let the base paint what the run trains on and is measured by.
+
+        First every image is decoded that has no latents yet, so that nothing is captioned, painted or encoded beside a
+        damaged one.
+        """
         config, family, encoders = self.plan.config, self.family, (self.image_encoder, self.text_encoder)
         samples = self.prompts if self.shown is family else []
         sets = painted_sets(config, self.plan.dataset, family, self.base_weights, encoders, samples)
         self.general = sets.get("general_prompts")
-        if any(
-            from_all_processes(bool(missing_of(sets)))
-        ):  # painting takes minutes or hours: what would end the run is found before
-            data = self._dataset()
-            with agreed("checking images"), counting(self.console) as start:
-                data.decode(start)
+        with agreed("looking at painted pictures"):
+            if self.accelerator.is_main_process:
+                restore_captions(sets, self.console)
+        with agreed("checking images"), counting(self.console) as start:
+            if self.accelerator.is_local_main_process:
+                self._look(sets, start)
         return paint(sets, config, family, self.base_weights, encoders, self.accelerator, self.console)
+
+    def _look(self, sets: Mapping[str, PaintedSet], start: Progress) -> None:
+        """Decode what was not decoded before.
+
+        Raises:
+            UserError: as :meth:`read`; a line for each damaged file.
+        """
+        dataset, missing = self.plan.dataset, {path for path, _ in missing_of(sets)}
+        if self.plan.config.dataset.caption_command:
+            dataset, _ = without_captions(dataset)
+        self._dataset(dataset, pictures_of(sets, missing), start)
 
     def cache(self) -> None:
         """Make sure that every latent and text embedding that the data and the prompts need is cached.

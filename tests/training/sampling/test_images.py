@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
 from torch import nn
@@ -12,7 +13,7 @@ import library.training.sampling.painting as painting
 from library.checksums import write_checked_json
 from library.models.family import SampleSettings
 from library.training.sampling.images import Sampler
-from library.training.sampling.painting import PaintedSet, missing_of
+from library.training.sampling.painting import PaintedSet, missing_of, painted_size
 from library.training.sampling.prompts import SamplePrompt
 
 
@@ -116,3 +117,14 @@ def test_processes_that_look_at_different_times_leave_no_picture_out(tmp_path: P
         "general 4",
     ]
     assert len(missing_of(sets)) == 9
+
+
+@pytest.mark.parametrize(
+    ("resolution", "expected"),
+    [((1024, 1024), (512, 512)), ((1536, 1536), (768, 768)), ((512, 512), (512, 512)), ((256, 256), (256, 256)),
+     ((768, 768), (512, 512)), ((1216, 832), (608, 416)), ((500, 300), (496, 288))],
+)  # fmt: skip
+def test_pictures_have_half_the_sides_but_a_square_of_512_where_the_dataset_has_it(
+    resolution: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    assert painted_size([(64, 64), resolution], 16) == expected

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
+from library.data.file_index import FileIndex, list_folder
+from library.data.sources import is_image
 from library.errors import UserError
 from library.models.family import Family
 from library.models.family_by_name import model_family
@@ -73,19 +76,71 @@ def measured(output: Path) -> dict[int, tuple[float, float]]:
     return {line["step"]: (line["val_loss"], line["val_prior_loss"]) for line in found}
 
 
-@pytest.mark.parametrize("fault", ["truncated", "empty caption"])
-def test_what_would_end_the_run_is_found_before_anything_is_painted(
-    base: Path, files: dict[str, Any], tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]
+def damage_some(folder: Path) -> list[str]:
+    """Put damaged files of several formats among good ones; return their names."""
+    image = Image.effect_noise((96, 96), 40).convert("RGB")
+    for suffix in ("png", "jpg", "webp"):
+        image.save(path := folder / f"cut.{suffix}")
+        path = path.rename(folder / f"cut_{suffix}.{suffix}")
+        path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    (folder / "empty.png").write_bytes(b"")
+    names = ["cut_jpg.jpg", "cut_png.png", "cut_webp.webp", "empty.png"]
+    for name in names:
+        (folder / name).with_suffix(".txt").write_text("a disc")
+    return names
+
+
+@pytest.mark.parametrize("preserve", ["prior", "none"])
+@pytest.mark.parametrize("is_known", [False, True])  # whether an earlier version has hashed the contents
+def test_all_damaged_images_are_named_before_anything_is_painted_or_encoded(
+    base: Path, files: dict[str, Any], tmp_path: Path, preserve: str, is_known: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, dataset = damage_some(tmp_path / "data/images"), files.pop("dataset_config")
+    files["cache_directory"].mkdir()
+    if is_known:
+        for name in (names.pop(), names.pop()):  # no version knows a file whose header it cannot read
+            (tmp_path / "data/images" / name).unlink()
+        index = FileIndex(files["cache_directory"])
+        for path in (tmp_path / "data/images").iterdir():
+            os.utime(path, ns=(10**18, 10**18))
+        for name, stats in list_folder(tmp_path / "data/images").items():
+            known = [index.image(f"{tmp_path}/data/images/{name}", stats)] if is_image(name) else []
+            index.measure(known)
+            index.hash_contents(known)
+        index.save()
+    if preserve == "none":
+        files |= {"preserve": "none", "preserve_prompts": None, "general_prompts": "none"}
+    files["caption_command"] = f"{sys.executable} -c 'import sys; sys.exit(3)' {{image}}"  # and before it is run
+    sorted((tmp_path / "data/images").glob("*.txt"))[0].unlink()
+    with pytest.raises(UserError) as caught:
+        run(base, dataset, tmp_path / "out", **files)
+    said = str(caught.value).splitlines()
+    assert sorted(Path(line.partition(": ")[0]).name for line in said) == sorted(names)
+    assert all("replace or remove it" in line for line in said)
+    assert not list(files["cache_directory"].rglob("*.safetensors")) + painted(files["cache_directory"])
+    assert "first the base paints" not in capsys.readouterr().out
+
+
+def test_an_image_that_was_decoded_once_is_not_decoded_at_the_next_start(
+    base: Path, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = {"max_train_steps": 1, "preserve": "none", "preserve_prompts": None, "general_prompts": "none"}
+    dataset, settings = files.pop("dataset_config"), files | once
+    for path in (tmp_path / "data/images").iterdir():  # a file just written is not remembered
+        os.utime(path, ns=(10**18, 10**18))
+    run(base, dataset, tmp_path / "one", **settings)
+    assert "checking images: 8 of 8" in capsys.readouterr().out
+    run(base, dataset, tmp_path / "two", **settings)
+    assert "checking images" not in capsys.readouterr().out
+
+
+def test_an_empty_caption_is_found_before_anything_is_painted(
+    base: Path, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image = sorted((tmp_path / "data").rglob("*.png"))[-1]
-    if fault == "truncated":
-        content = image.read_bytes()
-        image.write_bytes(content[: len(content) * 2 // 3])
-    else:
-        image.with_suffix(".txt").write_text(" ")
-    settings = {**files, "output_dir": tmp_path / "out"}
+    image.with_suffix(".txt").write_text(" ")
     with pytest.raises(UserError, match=image.stem):
-        run(base, settings.pop("dataset_config"), settings.pop("output_dir"), **settings)
+        run(base, files.pop("dataset_config"), tmp_path / "out", **files)
     assert painted(tmp_path / "cache") == []
     assert "first the base paints" not in capsys.readouterr().out
 
