@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,16 @@ from library.config.synonyms import synonyms
 from library.errors import UserError
 from library.files import decoded, parse_json, read_text, read_toml
 from library.models.hub import takes_parts
-from library.training.report.run_folder import is_run, script_of, settings_of, text_of
+from library.training.report.run_folder import (
+    defaults_of,
+    find_runs,
+    is_run,
+    mtime,
+    script_of,
+    settings_of,
+    states_of,
+    text_of,
+)
 from library.training.sampling.prompts import read_prompts
 from library.web.data import datasets, refuse_outside
 from library.web.jobs import ROOT, Job
@@ -80,7 +90,7 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
     lines, notes, _ = _against(site, script, given, is_new=True)
     for line in lines:
         key, message = found.groups() if (found := _LINE.match(line)) else ("", line)
-        content = message.partition(", such as ")[2] if key == "output_dir" else ""
+        content = message.partition(", such as ")[2] if key in ("output_dir", "output_name") else ""
         stands = content or (key and (key in values or line.startswith(NAME)))
         problems.append(
             {
@@ -98,7 +108,7 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
         "errors": errors,
         "notes": notes,
         "values": {key: shown(values[key]) if key in values else "" for key in known},
-        "defaults": _of_family(values, script),
+        "defaults": _of_family(values, script) | _named(values),
         "unmet": {key: f"goes with {others}" for key in known if (others := lacks(key, values, script))},
     }
 
@@ -113,10 +123,16 @@ def _of_family(values: Values, script: Script[Any]) -> dict[str, str]:
     return {key: f"{FAMILY}: {shown(value)}" for key, value in found.items()}
 
 
+def _named(given: Values) -> dict[str, str]:
+    """Return the output_name of a run that is given none: its folder's name."""
+    name = Path(str(given.get("output_dir", ""))).name
+    return {"output_name": name} if name and "output_name" not in given else {}
+
+
 def _renamed(folder: str, values: Values) -> Values:
     """Return the name of the file for a folder that a number tells from another: it gets the number too."""
     number = re.search(r"-\d+$", folder)
-    return {"output_name": f"{values.get('output_name') or 'lora'}{number[0]}"} if number else {}
+    return {"output_name": f"{values['output_name']}{number[0]}"} if number and values.get("output_name") else {}
 
 
 def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) -> tuple[list[str], list[str], Values]:
@@ -127,7 +143,7 @@ def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) ->
         values = {key: value for section in config.model_dump().values() for key, value in section.items()}
     except UserError as error:
         lines = re.sub(r"set it in the TOML file or with --\w+", "fill it in", str(error)).splitlines()
-    taken = _against_output(site, values) if is_new else []
+    taken = _against_output(site, values | _named(given.values)) if is_new else []
     lines += [*_refused(site, values, script), *taken]
     if not lines and script is LORA:
         lines += filter(None, [reason_against(config)])
@@ -173,8 +189,9 @@ def _refuse_kohyas(site: Site, text: str, name: str, depth: int = 0) -> None:
 
 
 def _against_output(site: Site, values: Mapping[str, Any]) -> list[str]:
-    """Return a line if output_dir is not free for this run; it ends with a folder that is."""
-    taken, line = [Path(job.output) for job in site.jobs.all() if not job.is_over], ""
+    """Return a line if output_dir is not free for this run, or output_name for its files; it ends with what is."""
+    waiting, line = [job for job in site.jobs.all() if job.output and not job.is_over], ""
+    taken, name = [Path(job.output) for job in waiting], str(values.get("output_name"))
     with suppress(UserError, KeyError):  # what lies elsewhere is said already
         path = site.roots.find(str(values["output_dir"]), output=True)
         if path in site.roots.outputs:
@@ -184,7 +201,16 @@ def _against_output(site: Site, values: Mapping[str, Any]) -> list[str]:
             line = "a running or waiting run uses this folder; choose another"
         elif is_run(path) and not (values.get("overwrite") or values.get("resume")):
             line = "it holds another run; set resume or overwrite, or choose another"
-    return [f"output_dir: {line}, such as {site.roots.show(free_name(path, taken))}"] if line else []
+        if line:
+            return [f"output_dir: {line}, such as {site.roots.show(free_name(path, taken))}"]
+        folders = {run: run for place in site.roots.outputs for run in find_runs(place)}
+        folders |= {Path(job.output): job.folder for job in waiting}
+        names = {str(settings_of(at).get("output_name", "lora")): run for run, at in folders.items() if run != path}
+        if name in names:
+            free = next(each for n in count(2) if (each := f"{name}-{n}") not in names)
+            where = site.roots.show(names[name])
+            return [f"output_name: the run in {where} has files of this name; choose another, such as {free}"]
+    return []
 
 
 def ready(site: Site) -> list[tuple[str, str]]:
@@ -202,26 +228,36 @@ def ready(site: Site) -> list[tuple[str, str]]:
 
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the form over an empty text, or over ``?config=``: a TOML, or the folder of a run."""
-    text, found, script, configs = "", None, LORA, ready(site)
-    if dataset := request.query_params.get("dataset"):
+    text, found, script, configs, notice, query = "", None, LORA, ready(site), "", request.query_params
+    if dataset := query.get("dataset"):
         text = edited("", "dataset_config", site.roots.show(site.roots.find(dataset)), LORA)
-    if config := request.query_params.get("config"):
+    if config := query.get("config"):
         found = site.roots.find(config)
         file = found if found.is_file() else site.roots.find(str(found / "config.toml"))
         if not file.is_file() and (job := site.jobs.of_output(found)):  # a run that failed before it wrote one
             file = job.folder / "config.toml"
         text = read_text(file, "choose a configuration that is there")
     pretrains = re.search(r"^[ \t]*(data_dir|preset|init_from)[ \t]*=", text, re.MULTILINE) is not None
+    changes = dict[str, str]()
+    if found and is_run(file.parent):  # a run's states are its own, as its folder and its files' name are
+        taken = [Path(job.output) for job in site.jobs.all()]
+        changes = {"output_dir": site.roots.show(free_name(file.parent, taken)), "output_name": ""}
+        changes |= {"resume": "", "overwrite": ""}
+        if "on" in query:
+            more, notice = _train_on(site, file.parent, *read(text, pretrains))
+            changes |= more
     with suppress(UserError):
         script, _ = read(text, pretrains)
-        for key in ("resume", "overwrite") if found and is_run(file.parent) else ():  # a run's states are its own
-            text = edited(text, key, "", script)
+        for key, content in changes.items():
+            text = edited(text, key, content, script)
     weights, (tomls, _) = weights_in(site), datasets(site)
     paths = [*weights["model"], *weights["language_model"], *(site.roots.show(path) for path, _ in tomls)]
     return site.page(
         request,
         "new_run.html",
         text=text,
+        notice=notice,
+        notice_kind="",
         pretrains=pretrains,
         groups=form_of(script),
         training=script.training,
@@ -231,6 +267,21 @@ def show(site: Site, request: Request, form: Form) -> Response:
         paths=paths + [path for path, _ in configs],
         demo=next((path for path, _ in configs if path.endswith("demo.toml")), None),
     )
+
+
+def _train_on(site: Site, folder: Path, script: Script[Any], given: RawConfig) -> tuple[dict[str, str], str]:
+    """Return what has a new run go on where the run in ``folder`` ended, and says so."""
+    loras = sorted(folder.glob("*.safetensors"), key=mtime)
+    if states := states_of(folder):
+        key = "max_train_epochs" if given.values.get("max_train_epochs") else "max_train_steps"
+        steps = 2 * int((defaults_of(script) | given.values)[key])
+        resume = site.roots.show(folder / states[0][0])
+        said = f"Goes on from the last state of {site.roots.show(folder)}, to twice its length ({key} = {steps})."
+        return {"resume": resume, key: str(steps)}, said
+    if not loras or "network_weights" not in fields(script):
+        raise UserError(f"{site.roots.show(folder)}: has no state or LoRA to go on from; begin a new run instead")
+    said = "That run has left no state, so this one begins with its LoRA (network_weights), its optimizer anew."
+    return {"network_weights": site.roots.show(loras[-1])}, said
 
 
 def _given(form: Mapping[str, Any]) -> tuple[str, bool]:
@@ -273,6 +324,9 @@ def runnable(site: Site, text: str, pretrains: bool, is_new: bool = False) -> tu
 def start(site: Site, request: Request, form: Form) -> Response:
     """Put the run into the queue, and go to it."""
     (text, pretrains), processes = _given(form), str(form.get("processes") or 1)
+    script, given = read(text, pretrains)
+    for key, name in _named(given.values).items():
+        text = edited(text, key, name, script)
     script, values = runnable(site, text, pretrains, is_new=True)
     if not re.fullmatch(r"[1-9]\d{0,2}", processes):
         raise UserError(f"processes: {processes[:20]!r} is not a number from 1 to 999; give one process for each GPU")

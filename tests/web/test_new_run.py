@@ -89,6 +89,15 @@ def test_what_the_trainer_says_of_model_and_dataset_is_said_before_the_start(sit
     (taken,) = examine(site, text, pretrains=False)["problems"]
     assert taken["changes"] == {"output_dir": f"{tmp_path}/output/runA-2", "output_name": "runA-2"}
     assert not list(tmp_path.rglob(".tandem_cache"))  # nothing is stored
+    (tmp_path / "output/runA/config.toml").write_text(text)
+    (tmp_path / "output/runA-2").mkdir()
+    (tmp_path / "output/runA-2/metrics.jsonl").write_text("{}")
+    (tmp_path / "output/runA-2/config.toml").write_text('output_name = "runA-3"\n')
+    (same,) = examine(site, text.replace('output/runA"', 'output/b"'), pretrains=False)["problems"]
+    assert (same["key"], same["changes"]) == ("output_name", {"output_name": "runA-2"})  # as no other run's
+    own = text.replace('output/runA"', 'output/b"').replace('output_name = "runA"\n', "")
+    found = examine(site, own, pretrains=False)
+    assert (found["problems"], found["defaults"]["output_name"]) == ([], "b")
 
 
 # ---- every option
@@ -417,18 +426,18 @@ def test_the_demo_is_started_from_the_form_and_the_queue_runs_it(tab: Tab, serve
     name = page.locator("[data-key=output_name]")
     name.fill("<img src=x onerror=alert(1)>")
     expect(page.locator("[data-of=output_name] .said")).to_contain_text("'<img src=x onerror=alert(1)>' does not fit")
-    name.fill("&lt;i&gt; it's")  # and at once:
+    name.fill(f"&lt;i&gt; it's {size}")  # two runs never write files of one name; and at once:
     page.locator("#start").click()
     page.wait_for_url(re.compile(r"/run\?path="))
     job = until(lambda: (one := _job_of(server, output)) and one.is_over and one)
     assert job.state == "done", job.log
     assert job.queued
-    assert job.title == "&lt;i&gt; it's"
+    assert job.title == f"&lt;i&gt; it's {size}"
     config = load_for(LORA, ["--config_file", str(job.folder / "config.toml")])
     assert (config.training.max_train_steps, config.saving.output_dir) == (2, f"output/from-{size}")
     metrics = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
     assert [line["step"] for line in metrics if "loss" in line] == [1, 2]
-    assert (output / "&lt;i&gt; it's.safetensors").exists()
+    assert (output / f"&lt;i&gt; it's {size}.safetensors").exists()
 
 
 @in_browser
