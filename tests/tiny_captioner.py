@@ -69,7 +69,7 @@ def tiny_captioner_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def write_tiny_captioner(folder: str | Path, seed: int = 0, ends: float = 2.0) -> Path:
+def write_tiny_captioner(folder: str | Path, seed: int = 0, ends: float = 3.0) -> Path:
     """Write a whole model folder; ``ends``: how readily it ends a caption, 0 for never."""
     folder, tokenizer = Path(folder), tiny_captioner_tokenizer()
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad", "im_end")}

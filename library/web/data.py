@@ -25,13 +25,17 @@ from library.data.caption_edit import Journal, Text, changes_of, read
 from library.data.new_dataset import IMAGE_SUFFIXES, add_file, find_bad_start, refusal_of, write_dataset
 from library.errors import UserError, counted
 from library.files import parse_toml, read_toml
+from library.models.captioner import CAPTIONERS, PROMPT
 from library.web.access import Refused
 from library.web.jobs import Job
-from library.web.site import Form, Given, Routes, Site, url
+from library.web.loras import weights_in
+from library.web.run import fragment
+from library.web.site import Form, Given, Routes, Site, tell_changed, url
 
 _MOST_CARDS = 60  # that come together
 _MOST_FOLDERS, _MOST_LEVELS = 3000, 5  # that are looked through for datasets
 _OUTSIDE = "it lies outside of the folders that this page was given"
+_TRIGGER = "trigger word: "  # begins an image's mark of that
 _REFRESH = {"hx-refresh": "true"}
 _FOR_EVER = {"cache-control": "private, max-age=31536000, immutable"}  # its address names the look
 
@@ -111,8 +115,12 @@ def upload(site: Site, request: Request, form: Form) -> Response:
 
 
 def start_look(site: Site, request: Request, form: Form) -> Response:
-    """Begin a look at a dataset, unless one is on its way; old looks are removed."""
-    path, _ = _toml(site, str(form.get("dataset", "")))
+    """Begin a look at the dataset that a form names; old looks are removed."""
+    return look_over(site, _toml(site, str(form.get("dataset", "")))[0])
+
+
+def look_over(site: Site, path: Path) -> Response:
+    """Begin a look at a dataset TOML, unless one is on its way, and have the screen show it."""
     refuse_outside(site, path, read_toml(path)[0])
     jobs, shown = _looks_of(site, path)
     if not jobs or jobs[0] == shown or jobs[0].is_over:
@@ -159,7 +167,7 @@ def save_toml(site: Site, request: Request, form: Form) -> Response:
     refuse_outside(site, path, parse_toml(new.removeprefix("\ufeff"), path.name))
     if _journal(site, path).write(f"change of {path.name}", [(str(path), old.raw, new, old.encoding)]):
         raise UserError(f"{site.roots.show(path)}: was changed meanwhile; open it again, and change it then")
-    return start_look(site, request, form)
+    return look_over(site, path)
 
 
 def _toml(site: Site, text: str) -> tuple[Path, Text]:
@@ -349,6 +357,72 @@ def bulk(site: Site, request: Request, form: Form) -> Response:
     return answer
 
 
+# ---- Captions that a model writes, by a job of tools/caption_images.py
+
+_PREVIEWED = 4  # images
+
+
+def captions(site: Site, request: Request, form: Form) -> Response:
+    """Show the form that has a model write captions, or how far the newest job is; look again once it has ended."""
+    path, _ = _toml(site, request.query_params["dataset"])
+    looks, look = _looks_of(site, path)
+    job = _captioning(site, path)
+    site.jobs.go_on([job] if job else [])
+    has_ended = job is not None and job.is_over and "--preview" not in job.words
+    if job and has_ended and looks and looks[0].is_over and looks[0].created < (job.ended or job.created):
+        return look_over(site, path)
+    found = _found(site, look.id) if look else {"images": []}
+    asked = job.read("asked.json") if job else {}
+    if "form" not in request.query_params:
+        numbers = {image["path"]: number for number, image in enumerate(found["images"])}
+        made = job.read("result.json") if job else {}
+        rows = [(numbers.get(one["image"]), one) for one in made.get("images", ())]
+        far = re.findall(r"^([\d,]+) of ([\d,]+), (.+?) left: ", job.log, re.MULTILINE) if job else []
+        shown = {"rows": rows, "refused": made.get("refused", ()), "far": far[-1] if far else None}
+        return fragment(
+            site, request, "data.html", "captioning", dataset=path, job=job, look=look, asked=asked, **shown
+        )
+    marks = (mark for image in found["images"] for mark in image["marks"] if mark.startswith(_TRIGGER))
+    return site.part(
+        "data.html",
+        "captions",
+        dataset=path,
+        asked={"prompt": PROMPT, "prefix": next(marks, "").removeprefix(_TRIGGER), "which": "without"} | asked,
+        models=weights_in(site)["captioner"],
+        known=CAPTIONERS,
+        without=len(_matching(site, found, {"only": "without"})),
+        images=len(found["images"]),
+        most=_PREVIEWED,
+        counted=counted,
+    )
+
+
+def _captioning(site: Site, path: Path) -> Job | None:
+    """Return the newest job that writes or tries captions of a dataset."""
+    return next((job for job in site.jobs.all() if job.kind == "captions" and job.words[1] == str(path)), None)
+
+
+def start_captions(site: Site, request: Request, form: Form) -> Response:
+    """Queue a job that writes captions, or a preview of some."""
+    given, (path, _) = Given(form), _toml(site, str(form.get("dataset", "")))
+    refuse_outside(site, path, read_toml(path)[0])
+    if not (model := given["model"]):
+        raise UserError("Model: choose one of the list, or write a folder or a name on the Hugging Face hub")
+    site.roots.refuse_paths_outside(model, "Model")
+    if (going := _captioning(site, path)) and not going.is_over:
+        raise UserError("captions of this dataset are being written already; wait, or stop that first")
+    words = [f"--model={model}", f"--prompt={given['prompt'] or PROMPT}", f"--prefix={given['prefix']}"]
+    words += ["--all"] if given["which"] == "all" else []
+    if "preview" in given:
+        words += ["--preview", str(_PREVIEWED)]
+    else:
+        words += ["--journal", str(_page_folder(site, "undo", path).with_suffix(".json"))]
+    words = ["tools/caption_images.py", str(path), *words, "--json", "{job}/result.json"]
+    files = {"asked.json": json.dumps(given)}
+    site.jobs.add("captions", f"Captions for {site.roots.show(path)}", words, queued=True, files=files)
+    return tell_changed()
+
+
 ROUTES: Routes = {
     "/data": show,
     "/data/new": (None, make_dataset),
@@ -361,4 +435,5 @@ ROUTES: Routes = {
     "/data/caption": (None, save_caption),
     "/data/step": (history, step),
     "/data/bulk": (None, bulk),
+    "/data/captions": (captions, start_captions),
 }

@@ -33,8 +33,8 @@ _LORA = re.compile(r"\.lora|lora_|_lora\d?\.|\.diff(_b)?$|hada_w|lokr_w|dora_sca
 def weights_in(site: Site) -> dict[str, list[str]]:
     """Return the weights in the allowed folders by kind, the newest first, as a person writes their paths.
 
-    Kinds are "lora" and "model" of images, files or whole pipelines, "language_lora", folders, and "language_model",
-    folders or GGUF files.
+    Kinds are "lora" and "model" of images, files or whole pipelines, "language_lora" and "captioner", folders, and
+    "language_model", folders or GGUF files.
     """
     found: dict[Path, tuple[float, str]] = {}
     for place in (*site.roots.outputs, *site.roots.folders):
@@ -49,7 +49,8 @@ def weights_in(site: Site) -> dict[str, list[str]]:
                 with suppress(OSError, UserError):
                     path = site.roots.find(str(path))
                     found[path] = path.stat().st_mtime, kind_of(path) or ""
-    lists: dict[str, list[str]] = {"lora": [], "model": [], "language_lora": [], "language_model": [], "": []}
+    kinds = ("lora", "model", "language_lora", "language_model", "captioner", "")
+    lists: dict[str, list[str]] = {kind: [] for kind in kinds}
     for path, (_, kind) in sorted(found.items(), key=lambda item: -item[1][0]):
         lists[kind].append(site.roots.show(path))
     return {kind: paths[:_MOST_SHOWN] for kind, paths in lists.items()}
@@ -64,6 +65,8 @@ def _kind_of_folder(folder: Path, files: Sequence[str]) -> str:
         return "language_lora" if adapter.get("task_type") in ("CAUSAL_LM", None) else ""
     is_old = "params.json" in files or any(file.endswith(".ckpt.index") for file in files)
     config = settings_in(folder / "config.json") or {}
+    if "vision_config" in config and {"preprocessor_config.json", "processor_config.json"}.intersection(files):
+        return "captioner"
     return "language_model" if is_old or config.get("model_type") in LANGUAGE_MODEL_KINDS else ""
 
 

@@ -58,7 +58,7 @@ def _address(job: Job) -> str:
     """Return where what a job does is shown."""
     report = job.read("asked.json").get("report") if job.kind == "remedy" else job.id
     screen = {"report": "/precision", "remedy": "/precision", "generate": "/generate"}.get(job.kind)
-    if job.kind == "data" and job.words[1:]:
+    if job.kind in ("data", "captions") and job.words[1:]:
         return url("/data", dataset=job.words[1])
     return url("/run", path=job.output) if job.output else url(screen, job=report) if screen else "/new"
 

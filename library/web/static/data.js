@@ -66,6 +66,13 @@ find("#new")?.addEventListener("submit", async (event) => {
   button.disabled = false;
 });
 
+const captions = find("#captions"), isOpen = `captions ${dataset}`; // the screen comes anew once they are written
+if (captions) {
+  captions.open = sessionStorage.getItem(isOpen) === "true";
+  find("[href='#captions']").addEventListener("click", () => { captions.open = true; });
+  captions.addEventListener("toggle", () => sessionStorage.setItem(isOpen, captions.open));
+}
+
 document.addEventListener("keydown", (event) => {
   const area = event.target.closest(".picture textarea"), held = event.ctrlKey || event.metaKey;
   if (!area) {
