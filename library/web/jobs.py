@@ -211,6 +211,18 @@ class Jobs:
         if (job := self.get(name)).is_over:
             discard(job.folder)
 
+    def rename(self, old: Path, new: Path) -> None:
+        """Have the jobs that name a path, or one below it, name another one instead."""
+
+        def renamed(word: str) -> str:
+            return f"{new}{word[len(str(old)) :]}" if f"{word}/".startswith(f"{old}/") else word
+
+        for job in self.all():
+            record = job.read("job.json")
+            changed = {"output": renamed(job.output), "words": [*map(renamed, job.words)]}
+            if record != record | changed:
+                write_text(job.folder / "job.json", json.dumps(record | changed))
+
     def _read(self, name: str) -> Job | None:
         with suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return self._as_it_is(self.folder / name) if name.replace("-", "").isalnum() else None

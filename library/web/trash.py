@@ -1,4 +1,4 @@
-"""The trash: what is deleted on the page can be restored until the trash is emptied.
+"""Delete and rename. What is deleted on the page can be restored until the trash is emptied.
 
 What was deleted together is one folder ``<output>/.tandem/trash/<time>-<name>/``: ``origin.json`` says when, and where
 each path was; the file or folder itself is ``0/<its name>``, a second one ``1/<its name>``. The record is written
@@ -21,12 +21,14 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
+from library.config.edit import edited
 from library.errors import UserError, printable
-from library.files import atomic_folder, atomic_path, discard, rename, write_text
+from library.files import atomic_folder, atomic_path, discard, find_bad_name, rename, write_text
 from library.folder_lock import HOLDER, is_held
+from library.training.report.run_folder import NO_RUNS, script_of, settings_of, text_of
 from library.web.access import STATE, Refused
 from library.web.jobs import Jobs, read_object
-from library.web.site import Form, Routes, Site, goto
+from library.web.site import Form, Routes, Site, goto, tell_changed, url
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,18 @@ def trash(site: Site, *paths: Path) -> Trashed:
         UserError: one is not there, is no file of the allowed folders, or a run uses it; then nothing is moved.
     """
     with site.jobs.alone():
-        places = [_movable(site, path) for path in paths]
+        places = [movable(site, path) for path in paths]
         jobs = [job.folder for job in site.jobs.all() if job.output and Path(job.output) in places]
+        if missing := [place for place in places if not os.path.lexists(place) and not jobs]:
+            raise UserError(f"{site.roots.show(missing[0])}: no such file or folder; it may have been moved or deleted")
         name = re.sub(r"\W+", "_", places[0].name)[:40]
         folder = _folder(site) / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}-{name}"
         found = Trashed(folder, time.time(), (*places, *jobs))
         folder.mkdir(parents=True)
         write_text(folder / "origin.json", json.dumps({"at": found.at, "from": [*map(str, found.origins)]}))
         for i, place in enumerate(found.origins):
-            move(place, folder / str(i) / place.name)
+            if os.path.lexists(place):  # a run that failed at once has only a job
+                move(place, folder / str(i) / place.name)
     return found
 
 
@@ -119,7 +124,7 @@ def move(source: Path, target: Path) -> None:
 
 def refuse_busy(jobs: Jobs, path: Path) -> None:
     """Raise a UserError if ``path`` is a folder that a run which goes on or waits has, is in, or has it inside."""
-    if not path.is_dir() or path.is_symlink():
+    if path.is_file() or path.is_symlink():
         return
     outputs = [Path(job.output) for job in jobs.all() if job.output and not job.is_over]
     inside = [Path(folder) for folder, _, files in os.walk(path) if HOLDER in files]
@@ -128,19 +133,70 @@ def refuse_busy(jobs: Jobs, path: Path) -> None:
         raise UserError(f"{busy[0]}: a running or waiting run uses this folder; stop it first")
 
 
-def _movable(site: Site, path: Path) -> Path:
+def movable(site: Site, path: Path) -> Path:
     """Return ``path`` with the links above it resolved; raises a UserError if it may not be moved now."""
     place, shown = site.roots.find(str(path.absolute().parent)) / path.name, site.roots.show(path)
     if path.name in ("", "..", STATE) or any(root.is_relative_to(place) for root in site.roots.all):
         raise Refused(f"{shown}: this page was given it, or needs it; delete or rename what is in it")
-    if not os.path.lexists(place):
-        raise UserError(f"{shown}: no such file or folder; it may have been moved or deleted")
     refuse_busy(site.jobs, place)
     return place
 
 
 def _folder(site: Site) -> Path:
     return site.roots.state / "trash"
+
+
+def rename_run(site: Site, path: Path, name: str) -> Path:
+    """Give a run's folder, or a file, which keeps its ending, another name; return its new path.
+
+    Of a run, its config.toml says the new folder where it said the old one, and so do the page's jobs. Other runs'
+    configurations that name a file of it, and a dataset's TOML that lies in it, are left as they are.
+
+    Raises:
+        UserError: the name is taken or no name; a run uses it.
+    """
+    with site.jobs.alone():
+        old = movable(site, path)
+        is_run, why = old.is_dir(), find_bad_name(name, 72)  # more bytes, as output_name has it
+        if NO_RUNS.fullmatch(name):
+            why = "it begins with a dot, is samples, or ends in -state"
+        new = old if why else old.with_name(name if is_run else f"{name}{old.suffix}")
+        if why or os.path.lexists(new):
+            raise UserError(f"name: {name[:80]!r} cannot be given ({why or 'it is taken'}); choose another")
+        text = _settings_in(site, old, new) if is_run else ""
+        move(old, new)
+        if text:
+            write_text(new / "config.toml", text)
+        site.jobs.rename(old, new)
+    return new
+
+
+def _settings_in(site: Site, old: Path, new: Path) -> str:
+    """Return the configuration of a run, with paths in its folder as they are once it is renamed."""
+    text, settings = text_of(old / "config.toml") or "", settings_of(old)
+    script = script_of(settings)
+    for key, value in settings.items():
+        path = Path(value).expanduser() if isinstance(value, str) else Path()
+        if key == "output_dir" and path.name == old.name:  # relative to wherever it was started
+            text = edited(text, key, str(path.with_name(new.name)), script)
+        elif path.resolve().is_relative_to(old):
+            text = edited(text, key, site.roots.show(new / path.resolve().relative_to(old)), script)
+    return text
+
+
+def delete(site: Site, request: Request, form: Form) -> Response:
+    """Move runs and LoRA files to the trash."""
+    for path in map(str, form.getlist("path")):
+        site.roots.find(path, output=True)
+        trash(site, Path(path))
+    return goto("/") if "own" in form else tell_changed()
+
+
+def change_name(site: Site, request: Request, form: Form) -> Response:
+    """Rename a run or a LoRA file."""
+    path = site.roots.find(str(form.get("path", "")), output=True)
+    new = rename_run(site, path, str(form.get("name", "")).strip())
+    return goto(url("/run", path=new)) if new.is_dir() else tell_changed()
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
@@ -159,4 +215,4 @@ def change(site: Site, request: Request, form: Form) -> Response:
     return goto("/trash")
 
 
-ROUTES: Routes = {"/trash": (show, change)}
+ROUTES: Routes = {"/trash": (show, change), "/delete": (None, delete), "/rename": (None, change_name)}

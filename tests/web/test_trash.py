@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,9 +19,11 @@ from hypothesis import strategies as st
 from library.errors import UserError
 from library.folder_lock import FolderLock
 from library.web.access import AllowedRoots
-from library.web.jobs import Job
+from library.web.jobs import Job, Jobs
 from library.web.site import Site
 from library.web.trash import restore, trash, trashed
+from tests.web.page import ROOT, Tab, expect, serve, until
+from tests.web.test_runs import add_run
 
 LETTERS = st.characters(blacklist_characters="/\0", blacklist_categories=("Cs",))
 NAMES = st.text(LETTERS, min_size=1, max_size=40).filter(
@@ -149,3 +155,58 @@ def test_what_the_page_needs_or_was_not_given_stays(site: Site, tmp_path: Path) 
     assert (outside / "a").read_text() == "a"
     with pytest.raises(UserError):
         restore(site, "../../outside")
+
+
+@pytest.mark.slow
+def test_a_run_is_renamed_trained_on_deleted_and_restored(tmp_path: Path, browser: Any) -> None:
+    with serve(tmp_path, "--folders", str(tmp_path), str(ROOT / "assets")) as server:
+        run, jobs = server.output / "tiny", Jobs(server.output / ".tandem")
+        add_run(server, tmp_path, "tiny", steps=2)
+        until(lambda: jobs.all()[0].is_over)
+        tab = Tab(browser, server)
+        page = tab.page
+        tab.open(f"/run?path={run}")
+        page.locator("#overview summary", has_text="Rename or delete").click()
+        name = page.get_by_label("New name of tiny").first
+        name.fill("a/b")
+        page.locator("#overview").get_by_role("button", name="Rename").click()
+        expect(page.locator("#message")).to_contain_text("cannot be given")
+        name.fill("größer & schöner")
+        page.locator("#overview").get_by_role("button", name="Rename").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("größer & schöner")
+        expect(page.locator("#overview .tag").first).to_have_text("done")  # its job came along
+        new = server.output / "größer & schöner"
+        assert not run.exists()
+        # a terminal goes on in the folder of the new name, from its last state
+        words = ["--config_file", str(new / "config.toml"), "--resume", "auto", "--max_train_steps", "3"]
+        subprocess.run([sys.executable, ROOT / "train_lora.py", *words], cwd=tmp_path, check=True, capture_output=True)
+        steps = [json.loads(line) for line in (new / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in steps if "loss" in line] == [1, 2, 3]
+        assert not run.exists()
+        # what the page fills in to train on is taken by the page, and begins where the run ended
+        page.reload()
+        page.get_by_role("link", name="Train on").click()
+        expect(page.locator("#message")).to_contain_text("to twice its length (max_train_steps = 6)")
+        expect(page.locator("#against")).to_contain_text("Complete")
+        page.locator("#start").click()
+        page.wait_for_url("**/run?path=*")
+        more = server.output / "größer & schöner-2"
+        until(lambda: jobs.all()[0].is_over)
+        steps = [json.loads(line) for line in (more / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in steps if "loss" in line] == [4, 5, 6]
+        assert (more / "größer & schöner-2.safetensors").is_file()
+        before = read(new)
+        tab.open()
+        page.locator(f"input[value='{new}']").check()
+        page.get_by_role("button", name="Delete chosen").click()
+        expect(page.locator(".run")).to_have_count(1)
+        assert not new.exists()
+        page.get_by_role("link", name="Trash").click()
+        expect(page.locator("article")).to_contain_text("output/größer & schöner")
+        tab.fits()
+        page.get_by_role("button", name="Restore").click()
+        expect(page.get_by_text("The trash is empty.")).to_be_visible()
+        assert read(new) == before
+        tab.open()
+        expect(page.locator(".run .who .tag")).to_have_text(["done", "done"])
+        tab.close()

@@ -28,7 +28,7 @@ Read = TypeVar("Read")
 _END_BYTES = (2**12, 2**17)  # of metrics: about 8 lines; of a hundred processes a line is longer
 _MOST_TEXT = 2**20  # bytes of a configuration
 _DEPTH = 4  # folders below an output folder in which runs are looked for
-_NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
+NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
 _RUN_HEADING = re.compile(r"# Tandem .*: the settings of this run")
 _SAMPLE = re.compile(r"step(\d{6,})_(\d{2,})\.png")
 _STATE = re.compile(r"step(\d+)-state")
@@ -110,7 +110,7 @@ def find_runs(place: Path) -> Iterator[Path]:
     """Yield the folders of runs in ``place`` and below; links are not followed."""
     for folder, inner, _ in os.walk(place):
         is_deep = len(Path(folder).parts) - len(place.parts) == _DEPTH
-        inner[:] = [] if is_deep else [name for name in inner if not _NO_RUNS.fullmatch(name)]
+        inner[:] = [] if is_deep else [name for name in inner if not NO_RUNS.fullmatch(name)]
         if is_run(Path(folder)):
             yield Path(folder)
 
