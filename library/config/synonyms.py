@@ -28,9 +28,8 @@ def synonyms() -> Mapping[str, list[str]]:
                 keys = [*row.get("to", "").split(), *(option for table in tables for option in table)]
                 rows.append((key.partition("@")[0].rpartition(".")[2].lower(), keys))
     for word, keys in rows:
-        if others := [key for key in keys if key != word]:
-            found.setdefault(word, {}).update(dict.fromkeys(others))
-    return {word: [*keys] for word, keys in found.items()}
+        found.setdefault(word, {}).update(dict.fromkeys(keys))
+    return {word: others for word, keys in found.items() if (others := [key for key in keys if key != word])}
 
 
 def meant_by(word: str, known: Collection[str]) -> str | None:

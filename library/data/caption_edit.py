@@ -138,28 +138,35 @@ class Journal:
         done, undone = self.stacks()
         return {"undo": done[-1]["what"] if done else "", "redo": undone[-1]["what"] if undone else ""}
 
-    def write(self, what: str, changes: Sequence[Change], more: bool = False) -> list[str]:
+    def write(self, what: str, changes: Sequence[Change], more: bool = False, trashed: str = "") -> list[str]:
         """Write new texts; return the paths whose old text is not there any more, which were left alone.
 
-        ``more``: of the last change, if that was the same ``what``: the two are undone together.
+        ``more``: of the last change, if that was the same ``what``: the two are undone together. ``trashed``: what was
+        put into the trash besides, by its name there.
         """
         with hold(self._file.with_suffix(".lock")):
             kept = [one for one in changes if one[1] != one[2] and read(self._find(one[0])).is_as(one[1])]
-            if kept:
+            if kept or trashed:
                 done, _ = self.stacks()
                 earlier = done.pop()["changes"] if more and done and done[-1]["what"] == what else []
-                self._note([*done, {"what": what, "changes": [*earlier, *kept]}], [])
+                self._note([*done, {"what": what, "changes": [*earlier, *kept], "trashed": trashed}], [])
             return self._write(changes)
 
-    def step(self, back: bool) -> tuple[str, list[str]]:
-        """Undo the last change, or redo what was undone last; return what it was, and paths left alone."""
+    def step(self, back: bool, restore: Callable[[str], object] = str) -> tuple[str, list[str]]:
+        """Undo the last change, or redo what was undone last; return what it was, and paths left alone.
+
+        ``restore`` takes what is to come back from the trash, by its name there; that is not redone.
+        """
         with hold(self._file.with_suffix(".lock")):
             done, undone = self.stacks()
             stack, other = (done, undone) if back else (undone, done)
             if not stack:
                 raise UserError(f"there is nothing to {'undo' if back else 'redo'}")
-            other.append(entry := stack.pop())
+            trashed = (entry := stack.pop()).get("trashed")
+            other += [] if trashed else [entry]
             self._note(done, undone)
+            if trashed:
+                restore(trashed)
             changes = [(path, *((new, old) if back else (old, new)), code) for path, old, new, code in entry["changes"]]
             return entry["what"], self._write(changes)
 

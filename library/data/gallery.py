@@ -135,7 +135,6 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
                     "size": sample.image.size,
                     "bucket": bucket,
                     "box": crop_box(sample.fit),
-                    "random_crop": sample.fit.encoded != sample.fit.bucket,
                     "captions": list(dict.fromkeys(captions)),
                     "repeats": sample.repeats,
                     "marks": marks_of(sample) + ["turned upright (EXIF)"] * is_turned(path),
@@ -152,7 +151,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
                 dict.fromkeys(("size", "bucket", "box"))
                 | dict.fromkeys(("captions", "marks", "besides", "companions"), ())
                 | _known(path, inside[0] if inside else None)
-                | {"name": Path(path).name, "random_crop": False, "repeats": 0}
+                | {"name": Path(path).name, "repeats": 0}
             )
     for image in images:
         image["findings"] = []

@@ -14,7 +14,6 @@ from library.files import find_bad_name, toml_text, write_text
 
 _PNG_AND_JPEG = (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif")
 IMAGE_SUFFIXES = frozenset((*_PNG_AND_JPEG, ".webp", ".avif", ".bmp", ".dib", ".tif", ".tiff", ".gif"))
-_PHOTOS = (".heic", ".heif", ".hif", ".dng", ".cr2", ".nef", ".arw", ".jxl")  # of phones and cameras: not read here
 CAPTION_SUFFIXES = frozenset((".txt", ".caption"))  # of new ones; a dataset may name others
 LEAST_RESOLUTION = 32  # a patch of every model
 MOST_CAPTION_BYTES = 2**20  # no model reads more than a few thousand
@@ -58,11 +57,9 @@ def find_bad_start(name: str) -> str | None:
 
 def refusal_of(name: str) -> str | None:
     """Return in words why a file called ``name`` is not put into a dataset; None if it is."""
-    suffix = Path(name).suffix.lower()
-    if suffix in IMAGE_SUFFIXES | CAPTION_SUFFIXES:
-        return find_bad_start(name)
-    remedy = "save it as JPEG" if suffix in _PHOTOS else "it is neither an image nor a caption (.txt, .caption)"
-    return find_bad_start(name) or f"{suffix or 'without an ending it'} is not read here; {remedy}"
+    is_known = Path(name).suffix.lower() in IMAGE_SUFFIXES | CAPTION_SUFFIXES
+    remedy = "save a photo as JPEG or PNG, a caption as .txt"  # HEIC of phones, raw files of cameras, documents
+    return find_bad_start(name) or (None if is_known else f"files of this kind are not read here; {remedy}")
 
 
 def add_file(path: Path, content: BinaryIO) -> str | None:

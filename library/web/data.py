@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby, islice
@@ -26,16 +26,19 @@ from library.data.new_dataset import IMAGE_SUFFIXES, add_file, find_bad_start, r
 from library.errors import UserError, counted
 from library.files import parse_toml, read_toml
 from library.models.captioner import CAPTIONERS, PROMPT
+from library.training.report.run_folder import text_of
 from library.web.access import Refused
 from library.web.jobs import Job
 from library.web.loras import weights_in
 from library.web.run import fragment
-from library.web.site import Form, Given, Routes, Site, tell_changed, url
+from library.web.site import Form, Given, Routes, Site, goto, tell_changed, url
+from library.web.trash import move, restore, trash
 
 _MOST_CARDS = 60  # that come together
 _MOST_FOLDERS, _MOST_LEVELS = 3000, 5  # that are looked through for datasets
 _OUTSIDE = "it lies outside of the folders that this page was given"
 _TRIGGER = "trigger word: "  # begins an image's mark of that
+_DATASET = re.compile(r"""^\s*dataset_config\s*=\s*["'](.+)["']""", re.MULTILINE)  # of a configuration
 _REFRESH = {"hx-refresh": "true"}
 _FOR_EVER = {"cache-control": "private, max-age=31536000, immutable"}  # its address names the look
 
@@ -61,9 +64,9 @@ def show(site: Site, request: Request, form: Form) -> Response:
         buckets_of=buckets,
         kinds=[(one["kind"], one["title"]) for one in found["kinds"]],
         history=_journal(site, path).next_steps(),
+        belongings=_belongings(site, path),
         asked=request.query_params.get("kind", ""),
         changed=look is not None and path.stat().st_mtime > look.created,
-        counted=counted,
     )
 
 
@@ -107,7 +110,7 @@ def upload(site: Site, request: Request, form: Form) -> Response:
     path, _ = _toml(site, str(form.get("dataset", "")))
     named = next((text for key, text in _paths_in(read_toml(path)[0]) if key == "image_dir"), None)
     if named is None:
-        raise UserError(f"{site.roots.show(path)}: names no image_dir to put pictures into; add one")
+        raise UserError(f"{site.roots.show(path)}: names no image_dir to put images into; add one")
     folder, file = site.roots.find(str(path.parent / named)), form["file"]
     name = getattr(file, "filename", "")  # of what is no file: refused
     bad = refusal_of(name) or add_file(site.roots.find(str(folder / name)), file.file)
@@ -124,9 +127,8 @@ def look_over(site: Site, path: Path) -> Response:
     refuse_outside(site, path, read_toml(path)[0])
     jobs, shown = _looks_of(site, path)
     if not jobs or jobs[0] == shown or jobs[0].is_over:
-        for job in jobs[1:]:
-            if job != shown:
-                site.jobs.remove(job.id)
+        for job in (job for job in jobs[1:] if job != shown):
+            site.jobs.remove(job.id)
         words = ["--json", "{job}/result.json", "--thumbnails", str(_page_folder(site, "thumbs", path))]
         site.jobs.add("data", f"Look over {site.roots.show(path)}", ["tools/check_dataset.py", str(path), *words])
     return Response(headers=_REFRESH)
@@ -139,6 +141,60 @@ def refuse_outside(site: Site, path: Path, *tables: Mapping[str, Any]) -> None:
         site.roots.find(named if named.startswith("~") else str(path.parent / named))
         if not (path.parent / named).exists() and Path(named).exists():
             site.roots.find(named)
+
+
+def _refuse_in_use(site: Site, path: Path) -> None:
+    """Raise a UserError if a run that goes on or waits trains on a dataset."""
+    for job in (job for job in site.jobs.all() if not job.is_over and job.kind == "train"):
+        named = _DATASET.search(text_of(job.folder / "config.toml") or "")
+        if named and Path(named[1]).resolve() == path:
+            raise UserError(f"{site.roots.show(path)}: the run {job.title} trains on it, or waits to; stop it first")
+
+
+def _belongings(site: Site, path: Path) -> Path:
+    """Return what goes with a dataset: its folder, if that holds its TOML and its images alone; else the TOML."""
+    with suppress(UserError):
+        named, inside = [text for _, text in _paths_in(read_toml(path)[0])], {one.name for one in path.parent.iterdir()}
+        if named == ["images"] and inside <= {"dataset.toml", "images"} and path.parent not in site.roots.all:
+            return path.parent
+    return path
+
+
+def change_dataset(site: Site, request: Request, form: Form) -> Response:
+    """Delete a dataset, into the trash, or rename it."""
+    path, _ = _toml(site, str(form.get("dataset", "")))
+    place, name = _belongings(site, path), str(form.get("name", "")).strip()
+    _refuse_in_use(site, path)
+    if form.get("what") == "delete":
+        trash(site, place)
+        return goto("/data")
+    if bad := find_bad_start(name):
+        raise UserError(f"Name {name!r}: {bad}")
+    new = site.roots.find(str(place.with_name(name if place != path else f"{name.removesuffix('.toml')}.toml")))
+    if os.path.lexists(new):
+        raise UserError(f"{site.roots.show(new)}: is there already; choose another name")
+    move(place, new)
+    return goto(url("/data", dataset=new / path.name if place != path else new))
+
+
+def delete_images(site: Site, request: Request, form: Form) -> Response:
+    """Move images into the trash, with those captions, masks and control images that no other image has."""
+    found, path = _found(site, str(form["look"])), _toml(site, str(form["dataset"]))[0]
+    _refuse_in_use(site, path)
+    numbers = str(form["rows"]).split(",") if form.get("rows") else map(str, _matching(site, found, form))
+    gone = {image["path"]: image for image in (_image(found, number) for number in numbers)}
+    for image in gone.values():
+        if image["outside"] or image["why"].startswith("it stands in"):
+            raise UserError(f"{image['name']}: is not deleted here: {image['why']}")
+    files = _files_of(gone.values()) - _files_of(one for one in found["images"] if one["path"] not in gone)
+    kept_as = trash(site, *map(Path, sorted(files))).folder.name
+    _journal(site, path).write(f"deletion of {counted(len(gone), 'image')}", [], trashed=kept_as)
+    return look_over(site, path)
+
+
+def _files_of(images: Iterable[dict[str, Any]]) -> set[str]:
+    files = {file for one in images for file in (one["path"], one["caption_file"], *one["companions"])}
+    return {file for file in files if file and os.path.lexists(file)}
 
 
 def _looks_of(site: Site, path: Path) -> tuple[list[Job], Job | None]:
@@ -160,12 +216,11 @@ def state(site: Site, request: Request, form: Form) -> Response:
 def save_toml(site: Site, request: Request, form: Form) -> Response:
     """Write the TOML and look again, which tells what training would refuse."""
     path, old = _toml(site, str(form.get("dataset", "")))
-    if str(form.get("hash")) != old.hash:
-        raise UserError(f"{site.roots.show(path)}: was changed meanwhile; open it again, and change it then")
     if (new := old.changed(str(form.get("text", "")))) is None:
         raise UserError(f"{site.roots.show(path)}: would be empty; write a [[datasets]] table")
     refuse_outside(site, path, parse_toml(new.removeprefix("\ufeff"), path.name))
-    if _journal(site, path).write(f"change of {path.name}", [(str(path), old.raw, new, old.encoding)]):
+    change = (str(path), old.raw, new, old.encoding)
+    if str(form.get("hash")) != old.hash or _journal(site, path).write(f"change of {path.name}", [change]):
         raise UserError(f"{site.roots.show(path)}: was changed meanwhile; open it again, and change it then")
     return look_over(site, path)
 
@@ -198,9 +253,7 @@ def _journal(site: Site, dataset: Path) -> Journal:
 
 def _is_inside(site: Site, *paths: str | Path) -> bool:
     with suppress(Refused):
-        for path in paths:
-            site.roots.find(str(path))
-        return True
+        return all(site.roots.find(str(path)) for path in paths)
     return False
 
 
@@ -243,6 +296,7 @@ def _matching(site: Site, found: dict[str, Any], filters: Any) -> list[int]:
             and bucket in ("", str(image["bucket"]))
             and (only in ("", *image["marks"]) or (only == "without" and not text.strip()))
             and words.casefold() in f"{image['name']}\n{text}".casefold()
+            and os.path.lexists(image["path"])  # not deleted since
         )
 
     left = [number for number, image in enumerate(found["images"]) if is_left(image)]
@@ -255,16 +309,7 @@ def grid(site: Site, request: Request, form: Form) -> Response:
     found = _found(site, look)
     shown = _matching(site, found, request.query_params)
     buckets = {bucket: list(inside) for bucket, inside in groupby(shown, lambda n: found["images"][n]["bucket"])}
-    return site.part(
-        "data.html",
-        "grid",
-        look=look,
-        found=found,
-        shown=len(shown),
-        buckets=buckets,
-        most=_MOST_CARDS,
-        counted=counted,
-    )
+    return site.part("data.html", "grid", look=look, found=found, shown=len(shown), buckets=buckets, most=_MOST_CARDS)
 
 
 def cards(site: Site, request: Request, form: Form) -> Response:
@@ -319,7 +364,11 @@ def step(site: Site, request: Request, form: Form) -> Response:
     """Undo or redo a change."""
     dataset, _ = _toml(site, str(form.get("dataset", "")))
     back = form.get("step") == "undo"
-    what, left = _journal(site, dataset).step(back)
+    restored = list[str]()
+    what, left = _journal(site, dataset).step(back, restored.append)
+    if restored:
+        restore(site, restored[0])
+        return look_over(site, dataset)
     said = f"{'Undone' if back else 'Redone'}: {what}"
     if left:
         said += f"; left alone, as they were changed meanwhile: {counted(len(left), 'file')} ({Path(left[0]).name} ...)"
@@ -343,16 +392,8 @@ def bulk(site: Site, request: Request, form: Form) -> Response:
         left = journal.write(f"change of {counted(len(changes), 'caption')}", changes)
         said, changes = f"{counted(len(changes) - len(left), 'caption')} changed", []
     pairs = [(Path(path).name, Text(old).shown, Text(new).shown) for path, old, new, _ in changes[:20]]
-    answer = site.part(
-        "data.html",
-        "bulk",
-        said=said,
-        digest=digest,
-        count=len(changes),
-        of=len(texts),
-        pairs=pairs,
-        locked=len(editable) < len(texts),
-    )
+    shown = {"count": len(changes), "of": len(texts), "pairs": pairs, "locked": len(editable) < len(texts)}
+    answer = site.part("data.html", "bulk", said=said, digest=digest, **shown)
     answer.headers.update({"hx-trigger": "changed"} if is_done else {})
     return answer
 
@@ -429,6 +470,8 @@ ROUTES: Routes = {
     "/data/upload": (None, upload),
     "/data/look": (state, start_look),
     "/data/toml": (None, save_toml),
+    "/data/change": (None, change_dataset),
+    "/data/delete": (None, delete_images),
     "/data/grid": grid,
     "/data/cards": cards,
     "/data/picture": picture,

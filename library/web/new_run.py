@@ -70,9 +70,9 @@ _OF_A_RUN = (*_PATHS, "dataset_args", "output_dir", "output_name")  # which a su
 
 def form_of(script: Script[Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Return the basics, then the sections with all other options: title, sentence (none of the basics), options."""
-    found = fields(script).items()
-    also = {key: " ".join(word for word, keys in synonyms().items() if key in keys) for key, _ in found}
-    controls = {key: option(key, field) | {"also": also[key]} for key, (_, field) in found}
+    controls = {key: option(key, field) for key, (_, field) in fields(script).items()}
+    for key, control in controls.items():
+        control["also"] = " ".join(word for word, keys in synonyms().items() if key in keys)
     groups = [(title, "", [controls.pop(k) for k in keys.split() if k in controls]) for title, keys in _BASICS.items()]
     for name, section in sections(script).items():
         rest = [controls[key] for key in section_fields(script, section) if key in controls]

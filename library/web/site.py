@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.training.report.progress import duration
 from library.web.access import AllowedRoots, Refused
 from library.web.jobs import Jobs
@@ -69,7 +69,7 @@ class Site:
         )
         templates.filters |= {each.__name__: each for each in (number, duration, size, moment, ago)}
         templates.filters |= {"short": roots.show, "json": json.dumps, "urlencode": partial(quote, errors="replace")}
-        templates.globals |= {"screens": SCREENS, "url": url}
+        templates.globals |= {"screens": SCREENS, "url": url, "counted": counted}
         parts = vars(templates.get_template("parts.html").module)  # a block that is rendered alone has them too
         templates.globals |= {name: macro for name, macro in parts.items() if name[0] != "_"}
         list(map(templates.get_template, templates.list_templates()))  # compiled before the first visit

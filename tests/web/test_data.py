@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.web.page import ROOT, WAIT, Server, Tab, expect, serve
+from tests.web.page import ROOT, WAIT, Server, Tab, expect, post, serve
 
 pytestmark = pytest.mark.slow
 
@@ -401,3 +401,95 @@ def test_a_card_shows_the_picture_that_the_look_made(server: Server, tab: Tab) -
         assert Image.open(io.BytesIO(answer.read())).format == "JPEG"
     (kept,) = {path.parent for path in (server.output / ".tandem/thumbs").glob(f"*/{shown[0]}")}
     assert {path.name for path in kept.iterdir()} == set(shown[:2])
+
+
+def photos() -> dict[str, bytes]:
+    """Return what people drop: names and contents, good, odd and broken."""
+
+    def saved(kind: str, size: tuple[int, int] = (256, 256), mode: str = "RGB", **how: Any) -> bytes:
+        data = io.BytesIO()
+        Image.effect_mandelbrot(size, (-2, -1.5, 1, 1.5), 20).convert("RGB").convert(mode).save(data, kind, **how)
+        return data.getvalue()
+
+    lying = Image.Exif()
+    lying[0x112] = 6
+    good = {f"{n}.jpg": saved("JPEG", (256, 250 + n)) for n in range(5)}
+    odd = {"turned.JPG": saved("JPEG", (384, 192), exif=lying), "tiny.png": saved("PNG", (20, 40)),
+           "clear.png": saved("PNG", mode="RGBA"), "print.jpg": saved("JPEG", mode="CMYK"), "anim.gif": saved("GIF"),
+           "copy.jpg": good["1.jpg"], "4.png": saved("PNG", (384, 192))}  # fmt: skip
+    bad = {"cut.jpg": good["0.jpg"][:2000], "words.png": b"no image", "empty.webp": b""}
+    texts = {"1.txt": b"a red square", "4.txt": b"one text for two", "2.txt": b" \n"}
+    return good | odd | bad | texts | {"IMG_1.HEIC": b"\0\0\0\x18ftypheic", "notes.pdf": b"%PDF"}
+
+
+def test_dropped_photos_are_taken_or_named_and_deleted_ones_come_back(server: Server, tab: Tab) -> None:
+    page, folder, sent = tab.page, server.folder / "datasets/dropped", photos()
+    tab.open("/data")
+    files = [{"name": name, "mimeType": "", "buffer": data} for name, data in sent.items()]
+    page.locator("#new [type=file]").set_input_files(files)
+    page.get_by_label("Name", exact=True).fill("dropped")
+    page.get_by_label("Resolution").fill("256")
+    page.get_by_role("button", name="Make dataset").click()
+    expect(page.locator(".picture").first).to_be_visible()
+    refused = {line.partition(": ")[0] for line in page.locator("#message p").all_inner_texts()}
+    assert refused == {"2.txt", "IMG_1.HEIC", "notes.pdf"}  # still said when the look has come
+    images = folder / "images"
+
+    def names() -> set[str]:
+        return {path.name for path in images.iterdir()} - {".tandem_cache"}
+
+    assert names() == sent.keys() - refused
+    said = {"cut.jpg": "broken", "words.png": "broken", "empty.webp": "broken", "tiny.png": "too small",
+            "copy.jpg": "duplicate of 1.jpg", "turned.JPG": "turned upright (EXIF)", "3.jpg": "no caption",
+            "4.png": "same caption as 4.jpg"}  # fmt: skip
+    for name, words in said.items():  # each on the card of its image
+        expect(page.locator(".picture", has=area(page, name)).locator(".facts")).to_contain_text(words)
+    expect(page.locator(".picture", has=area(page, "cut.jpg")).locator(".frame")).to_contain_text("truncated")
+    small = [one.bounding_box()["y"] for one in page.locator(".in-bucket:has(.chunk:only-of-type)").all()]
+    assert len(set(small)) < len(small), "buckets of few images share a row"
+    page.get_by_role("button", name="Delete these 3").click()
+    expect(page.locator(".finding", has_text="Unreadable")).to_have_count(0)
+    assert names() == sent.keys() - refused - {"cut.jpg", "words.png", "empty.webp"}
+    for name in ("4.png", "1.jpg"):
+        area(page, name).scroll_into_view_if_needed()
+        page.get_by_label(f"Select {name}").check()
+    page.locator("[data-delete]").click()
+    expect(page.locator(".finding", has_text="The same file twice")).to_have_count(0)
+    assert {"4.txt", "4.jpg"} <= names()  # the text is that of another image too
+    assert not {"4.png", "1.jpg", "1.txt"} & names()
+    for next_undo in ("deletion of 3 images", ""):
+        expect(page.locator("#state progress")).to_have_count(0)  # which loads the screen anew
+        expect(page.locator(".picture").first).to_be_visible()
+        page.locator("[name='undo']").click()
+        expect(page.locator("[name='undo']")).to_have_attribute("title", next_undo)
+    assert {name: (images / name).read_bytes() for name in names()} == {n: sent[n] for n in sent.keys() - refused}
+    page.set_viewport_size({"width": 390, "height": 844})
+    tab.fits()
+    page.get_by_role("button", name="Rename or delete").click()
+    expect(page.locator("#change")).to_contain_text("with all images")
+    page.get_by_label("New name").fill("renamed")
+    page.get_by_role("button", name="Rename", exact=True).click()
+    expect(page.locator("h1")).to_have_text("renamed")
+    expect(page.locator(".picture").first).to_be_visible()
+    assert not folder.exists()
+    page.get_by_role("button", name="Rename or delete").click()
+    page.get_by_role("button", name="Move the folder to the trash").click()
+    expect(page.locator("h1")).to_have_text("Data")
+    assert not (server.folder / "datasets/renamed").exists()
+    page.goto(f"{server.address}/trash")
+    page.get_by_role("button", name="Restore").first.click()
+    expect(page.get_by_text("The trash is empty")).to_be_visible()
+    assert (server.folder / "datasets/renamed/images/1.txt").read_bytes() == sent["1.txt"]
+
+
+def test_a_dataset_over_a_folder_of_ones_own_loses_its_toml_alone(server: Server) -> None:
+    toml = make(server.folder / "datasets/mine", {"a.png": b"one"})
+    toml.write_text(TOML.replace('"images"', '"../mine/images"'))
+    post(server, "/data/change", dataset=str(toml), what="rename", name="other")
+    assert toml.with_name("other.toml").exists()
+    for name in ("../x", "other", ".x", ""):
+        assert (
+            post(server, "/data/change", dataset=str(toml.with_name("other.toml")), what="rename", name=name)[0] == 422
+        )
+    assert post(server, "/data/change", dataset=str(toml.with_name("other.toml")), what="delete")[0] == 204
+    assert [path.name for path in toml.parent.iterdir()] == ["images"]

@@ -21,6 +21,7 @@ const observe = () => grid?.querySelectorAll(".chunk").forEach((chunk) => observ
 document.addEventListener("htmx:after:swap", ({ target }) => {
   if (target.matches(".chunk")) observer.unobserve(target); // and look anew whether it is far by now
   observe();
+  if (picked.size) showPicked();
 });
 observe(); // the grid may have come before this module
 document.addEventListener("changed", () => {
@@ -31,6 +32,25 @@ if (grid) {
     grid.style.setProperty("--columns", Math.max(1, Math.floor((grid.clientWidth + 12) / (232 + 12))));
   }).observe(grid);
 }
+
+// Images that are selected, by their numbers: their cards come and go.
+const picked = new Set(), bar = find("#picked");
+function showPicked() {
+  for (const box of document.querySelectorAll(".pick")) box.checked = picked.has(box.value);
+  bar.hidden = !picked.size;
+  find("b", bar).textContent = picked.size === 1 ? "1 image selected" : `${picked.size} images selected`;
+}
+document.addEventListener("change", (event) => {
+  if (!event.target.matches(".pick")) return;
+  event.stopPropagation(); // the card's form saves its caption at a change
+  picked[event.target.checked ? "add" : "delete"](event.target.value);
+  showPicked();
+}, true);
+bar?.addEventListener("click", async ({ target }) => {
+  const body = new URLSearchParams({ dataset, look: grid.dataset.look, rows: [...picked].join(",") });
+  if ("delete" in target.dataset && await ask("/data/delete", { method: "POST", body })) location.reload();
+  else if ("clear" in target.dataset) showPicked(picked.clear());
+});
 
 // Pictures, one after the other; what was refused is said on the dataset's screen until the message is closed.
 async function send(files, to) {
