@@ -119,7 +119,7 @@ class ModelConfig(Section):
     vae: str | None = Field(None, description="VAE: file, folder or hub name, with a transformer alone")
     text_encoder: str | None = Field(
         None,
-        description="text encoder: file, folder or hub name, with a transformer alone; docs/getting_started.md names "
+        description="text encoder: file, folder or hub name, with a transformer alone; docs/choose.md names "
         "each model's",
     )
     qwen_tokenizer: str | None = Field(

@@ -65,6 +65,18 @@ DEEP = dict.fromkeys(("flux_lora_16gb", "flux_lora_12gb", "flux_lora_8gb"), "dee
 DEEP |= {"krea2_lora_12gb": "deep_krea2"}
 DEEP |= dict.fromkeys(("qwen_image_lora_24gb", "qwen_image_lora_12gb"), "deep_qwen")
 DEEP |= {"flux2_klein_9b_lora_12gb": "deep_flux2"}
+WHOLE = {"FLUX.1-dev", "FLUX.1-Fill-dev", "my_lora/config.toml"}  # of a folder that has its tokenizers
+HUB = {"black-forest-labs/FLUX.2-klein-base-9B": "flux2"}  # name on the hub -> the folder that stands for it
+DATASET = """
+[general]
+caption_extension = ".txt"
+enable_bucket = true
+[[datasets]]
+resolution = 1024
+validation_split = 0.1
+  [[datasets.subsets]]
+  image_dir = "my_images"
+"""
 CALIBRATED = ("tools/refit_lora.py", "tools/merge_lora.py", "tools/quantize_model.py")
 
 
@@ -134,7 +146,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.frombytes("RGB", (10, 8), pixels).resize((80, 64)).save(folder / "my_images" / f"{i}.png")
         (folder / "my_images" / f"{i}.txt").write_text(f"colour {i}")
     shutil.copytree(folder / "my_images", folder / "my_controls")
-    (text,) = blocks("docs/getting_started.md", "toml")
+    shutil.copytree(folder / "my_images", folder / "my_photos")
+    text = DATASET
     (folder / "dataset.toml").write_text(_small(text))
     for example in (ROOT / "configs" / "datasets").glob("*.toml"):
         (folder / example.name).write_text(_small(example.read_text()))
@@ -163,7 +176,7 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
         AssertionError: it ended with an error.
     """
     script, *rest = words
-    rest = [path for word in rest for path in (_matching(word, place) if "*" in word else [word])]
+    rest = [path for word in rest for path in (_matching(word, place) if "*" in word else [HUB.get(word, word)])]
     clip, t5, qwen, mistral = (place / "tokenizers.txt").read_text().splitlines()
     tokenizers = ["--clip_l_tokenizer", clip, "--t5xxl_tokenizer", t5]
     if any(name in word for word in rest for name in ("qwen", "z_image", "flux2", "flux3", "krea2")):
@@ -173,7 +186,12 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
     if script == "train_lora.py":
         rank = [] if "--dim_from_weights" in rest else ["--network_dim", "2"]
         rest += ["--lr_warmup_steps", "1"] if "configs/demo.toml" in rest or "configs/demo_fp8.toml" in rest else []
-        rest += [*SHORT, *rank, *([] if {"FLUX.1-dev", "FLUX.1-Fill-dev"} & {*rest} else tokenizers)]
+        rest += (
+            [*_few_pictures(place), "--sample_prompts", str(place / "general_prompts.txt")]
+            if "my_lora/config.toml" in rest
+            else []
+        )
+        rest += [*SHORT, *rank, *([] if WHOLE & {*rest} else tokenizers)]
         for deep in {deep for config, deep in DEEP.items() if f"configs/{config}.toml" in rest}:
             if not (place / f"models/{deep}.safetensors").exists():
                 shutil.copy(DEEP_MODELS[deep](place / deep), place / f"models/{deep}.safetensors")
@@ -197,6 +215,15 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
                 raise AssertionError(f"{' '.join(words)}: left with {left.code}") from left
 
 
+def _few_pictures(place: Path) -> list[str]:
+    """Return the flags of a training with preservation that generates two pictures first instead of dozens."""
+    flags = []
+    for key, text in (("preserve_prompts", "a red circle"), ("general_prompts", "a house")):
+        (place / f"{key}.txt").write_text(f"{text} --w 128 --h 128 --s 2\n")
+        flags += [f"--{key}", str(place / f"{key}.txt")]
+    return flags
+
+
 def _matching(pattern: str, place: Path) -> list[str]:
     """Return what a shell makes of a pattern."""
     return sorted(str(path.relative_to(place)) for path in place.glob(pattern))
@@ -214,37 +241,34 @@ def _assert_written(place: Path, *paths: str) -> None:
     assert [path for path in paths if not (place / path).exists() or (place / path).stat().st_size == 0] == []
 
 
-@pytest.mark.slow  # the README's commands are the same kinds
-def test_every_command_of_getting_started_runs_and_leaves_what_the_next_one_needs(place: Path) -> None:
-    _run_page("docs/getting_started.md", place, 11, curves="flux_lora_16gb")
+def test_every_command_of_start_runs_and_leaves_what_the_next_one_needs(place: Path) -> None:
+    _run_page("docs/start.md", place, 3)
     _assert_written(
-        place,
-        "output/flux_lora_24gb/flux_lora_24gb.safetensors",
-        "output/flux_lora_16gb/lr.png",
-        "output/flux_lora_12gb/metrics.jsonl",
-        "output/flux_lora_8gb/flux_lora_8gb.safetensors",
-        "models/flux1-dev-dog.safetensors",
-        "my.toml",
-        "output/qwen_image_lora_24gb/qwen_image_lora_24gb.safetensors",
+        place, "my_lora/config.toml", "my_lora/dataset.toml", "output/my_lora/my_lora.safetensors", "my.toml"
     )
+
+
+def test_every_command_about_models_and_training_runs(
+    place: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "device_processes", device.processes)
+    _run_page("docs/choose.md", place, 3)
+    _run_page("docs/train.md", place, 2, curves="flux_lora_16gb")
+    _assert_written(place, "output/krea2_lora_12gb/krea2_lora_12gb.safetensors", "output/flux_lora_16gb/lr.png")
 
 
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Path:
-    """The folder after README's commands: its first trains flux_lora, and ``make demo`` has gone before."""
+    """The folder after ``make demo`` and a first training."""
     demo = ["train_lora.py", "--config_file", "configs/demo.toml", "--no-sample_at_first", "--no-sample_at_end"]
-    for key, text in (("preserve_prompts", "a red circle"), ("general_prompts", "a house")):  # to be quick
-        (place / f"{key}.txt").write_text(f"{text} --w 128 --h 128 --s 2\n")
-        demo += [f"--{key}", str(place / f"{key}.txt")]
-    _run([*demo, "--cache_directory", str(place / "cache")], place)  # the page draws its curves
-    _run_page("README.md", place, 5)
+    _run([*demo, *_few_pictures(place), "--cache_directory", str(place / "cache")], place)  # the page draws its curves
+    _run(["train_lora.py", "--config_file", "configs/flux_lora.toml", "--dataset_config", "my_dataset.toml"], place)
     return place
 
 
-def test_every_command_of_the_readme_runs(trained: Path) -> None:
-    merged = "output/merged/transformer/diffusion_pytorch_model.safetensors"
-    _assert_written(trained, "output/flux_lora/flux_lora.safetensors", "output/demo/lr.png", merged)
-    _assert_written(trained, "output/precision_report/report.html", "output/demo/demo-fp8.safetensors")
+def test_every_command_of_the_readme_runs(place: Path) -> None:
+    _run_page("README.md", place, 2)
+    _assert_written(place, "output/my_lora/my_lora.safetensors")
 
 
 def test_every_command_about_lora_formats_runs(trained: Path) -> None:
@@ -313,9 +337,8 @@ def test_every_command_about_kohyas_flags_runs(place: Path) -> None:
     _assert_written(place, "output/kohya/kohya.safetensors", "tandem.toml")
 
 
-@pytest.mark.parametrize("page", ["docs/dataset.md", "README.md"])
-def test_every_dataset_toml_in_the_pages_is_valid(page: str, tmp_path: Path) -> None:
-    tomls = [block for block in blocks(page, "toml") if "[[datasets]]" in block]
+def test_every_dataset_toml_in_the_pages_is_valid(tmp_path: Path) -> None:
+    tomls = [block for block in blocks("docs/dataset.md", "toml") if "[[datasets]]" in block]
     assert tomls
     for folder in ("photos", "drawings", "masks"):
         (tmp_path / folder).mkdir()

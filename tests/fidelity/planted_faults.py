@@ -573,7 +573,7 @@ class Server:
     grown: int = 0
     guidance: float = 1.0
     seed: int = 5
-    tokens: int = 512
+    tokens: int = 64
     lora: float = 1.0
     encoded: Callable[[Tensor, Tensor], Tensor] = lambda pixels, mask: pixels
     pasted: bool = False

@@ -334,7 +334,7 @@ BY_SERVERS = (
     Fault("painted by diffusers, a JPEG of 95 saved as PNG", named("copy"), section="clean", server=Server(quality=95)),
 )  # fmt: skip
 
-_BLACK, _TOKENS = {"tandem.inpaint_blank": "black"}, {"tandem.t5xxl_max_token_length": "96"}
+_BLACK, _TOKENS = {"tandem.inpaint_blank": "black"}, {"tandem.t5xxl_max_token_length": "48"}
 
 
 def _trained(name: str, says: dict[str, str] | None, cause: str = "", where: tuple[str, ...] = (), remedy: str = "",
@@ -356,7 +356,7 @@ BY_TRAINING = (  # what the LoRA or the dataset says of training; a server gives
              dataset='inpaint_blank = "black"\n'),
     _trained("trained on black, served on white", _BLACK, _REGION, ("white", "black"), _IN_TRAINING,
              ("--blank", "white")),
-    _trained("trained with 96 tokens", _TOKENS, "t5_tokens", ("512", "96"), "token", clean="copy"),
+    _trained("trained with 48 tokens", _TOKENS, "t5_tokens", ("64", "48"), "token", clean="copy"),
     _trained("trained at guidance 5", {"tandem.guidance_scale": "5"}, "guidance", ("30", "5"), "guidance",
              ("--guidance_scale", "5")),
     _trained("trained on black, a picture of grey and a mask grown by 4", _BLACK, _REGION,

@@ -175,7 +175,7 @@ def test_the_tool_takes_pictures_and_writes_what_it_found(honest: list[Path], pl
     assert "1 server picture: at most 100 sampling runs" in said
     found = json.loads((place / "report" / "report.json").read_text())
     assert found["server"]["descriptions"][0]["words"] == "the reference"
-    verdict = found["verdict"]  # painted with 32 tokens of a caption, the report has 512: nothing that is looked for
+    verdict = found["verdict"]  # painted with 32 tokens of a caption, the report has 64: nothing that is looked for
     assert verdict["words"][0].startswith("The server's picture is ")
     assert verdict["words"][0].endswith("nothing that was tried explains it.")
     assert (verdict["cause"], verdict["alarm"]) == ("server", True)
