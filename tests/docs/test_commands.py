@@ -267,6 +267,7 @@ def trained(place: Path) -> Path:
 
 
 def test_every_command_of_the_readme_runs(place: Path) -> None:
+    shutil.rmtree(place / "my_lora", ignore_errors=True)  # of Start, which suggests the same
     _run_page("README.md", place, 2)
     _assert_written(place, "output/my_lora/my_lora.safetensors")
 

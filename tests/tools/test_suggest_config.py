@@ -69,9 +69,11 @@ def trained(folder: Path) -> Path:
     written.write_text(re.sub(r"(?: --w \d+ --h \d+)? --d ", " --w 128 --h 128 --s 2 --d ", written.read_text()))
     with without_curves():
         train_flags(["--config_file", str(folder / "config.toml"), "--max_train_steps", "3",
+                     "--output_dir", str(folder / "output"),
                      "--sample_every_n_steps", "2", "--max_data_loader_n_workers", "0"])  # fmt: skip
     assert (folder / "output" / "metrics.jsonl").read_text().count('"loss"') >= 3
-    return Path(config.saving.output_dir) / f"{config.saving.output_name}.safetensors"
+    assert config.saving.output_dir == f"output/{folder.name}"  # where the page looks for runs
+    return folder / "output" / f"{config.saving.output_name}.safetensors"
 
 
 # ---- the tables
