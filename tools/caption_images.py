@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,12 @@ from library.training.report.progress import duration
 from library.training.signals import interruptible
 from tools.check_dataset import conditioning_of
 
-_SIDE, _LONGEST = 1024, 50  # an image is shown with at most this number squared of pixels; sides' ratio
+_SIDE, _LONGEST = 1280, 50  # pixels of the longer side that a model is shown; the most times it may be the shorter one
 
 
 @dataclass(frozen=True)
 class Task:
-    """An image, the file of its caption, and what is there now; ``settings``: of its subset."""
+    """An image, the file of its caption with its links resolved, what is there now, and its subset's settings."""
 
     image: Path
     file: Path
@@ -75,101 +75,92 @@ class Task:
 
 
 def subsets_of(dataset: Path) -> list[Subset]:
-    """Return the subsets of a dataset TOML, or the one that a folder of images is."""
+    """Return the subsets of a dataset TOML whose captions are files, or the one that a folder of images is."""
     if dataset.is_dir() and any(map(is_image, files := list_folder(dataset))):
         by_ending = captioned(files)
-        ending = max(by_ending, key=lambda suffix: len(by_ending[suffix]))
-        settings = SubsetSettings(caption_extension=ending)
+        settings = SubsetSettings(caption_extension=max(by_ending, key=lambda suffix: len(by_ending[suffix])))
         return [Subset(str(dataset), settings, str(dataset), dataset, None, None)]
     arguments = DatasetArguments(dataset_config=str(dataset))
     config = load_dataset_config(dataset, arguments, conditioning_of(dataset, arguments))
     found = [subset for each in config.datasets for subset in each.subsets]
-    if not (own := [subset for subset in found if subset.metadata_file is None]):
-        raise UserError(f"{dataset}: its captions stand in {found[0].metadata_file}; write them there")
-    if len(own) < len(found):
-        print(f"note: left out as a metadata_file has their captions: {counted(len(found) - len(own), 'subset')}")
-    return own
+    for subset in found:
+        if subset.metadata_file:
+            print(f"note: {subset.where}: its captions stand in {subset.metadata_file.name}, where none are written")
+    return [subset for subset in found if not subset.metadata_file]
 
 
-def tasks_of(subsets: list[Subset], replace: bool) -> list[Task]:
-    """Return the images to caption: those without words in their caption, or all; one of those that share a file."""
+def tasks_of(dataset: Path, replace: bool, written: Mapping[str, str]) -> list[Task]:
+    """Return the images whose caption has no words, or all; of those that share a file, one.
+
+    ``written``: path -> caption, of which those that are still there are not written again.
+    """
     found: dict[Path, Task] = {}
-    for subset in subsets:
+    for subset in subsets_of(dataset):
         for image, file in uncaptioned(subset, captioned_too=True).items():
-            found.setdefault(file, Task(image, file, read(file), subset.settings))
-    return [task for task in found.values() if replace or task.old.why or not task.old.shown.strip()]
+            found.setdefault(file.resolve(), Task(image, file.resolve(), read(file), subset.settings))
+    tasks = [task for task in found.values() if replace or task.old.why or not task.old.shown.strip()]
+    return [task for task in tasks if task.old.raw is None or written.get(str(task.file)) != task.old.raw]
 
 
 def picture_of(task: Task) -> Image:
-    """Return an image upright, on white, no larger than models look at it."""
-    if task.old.why:
-        raise UserError(f"{task.file}: {task.old.why}")
-    if task.file.resolve().parent != task.file.parent.resolve():
-        raise UserError(f"{task.file}: is a link to another folder; write that caption there")
+    """Return an image upright, on white, as small as a model looks at it."""
+    if task.old.why or task.file.parent != task.image.parent.resolve():
+        why = task.old.why or f"leads to {task.file}; write it there"
+        raise UserError(f"{task.image}: its caption {why}")
     picture, _ = decode(read_bytes(task.image), str(task.image))
+    picture.thumbnail((_SIDE, _SIDE))
     if max(picture.size) > _LONGEST * min(picture.size):
-        raise UserError(f"{task.image}: {picture.width} x {picture.height} is too narrow a strip to caption; crop it")
-    shrink = min(1.0, _SIDE / (picture.width * picture.height) ** 0.5)
-    return picture.resize((max(1, round(picture.width * shrink)), max(1, round(picture.height * shrink))))
+        raise UserError(f"{task.image}: is too narrow a strip to caption; crop it")
+    return picture
 
 
 def prompt_of(options: argparse.Namespace, settings: SubsetSettings) -> str:
     """Return what the model is asked about an image of a subset; regularisation images have no trigger word."""
-    if "{trigger}" not in options.prompt:
-        return str(options.prompt)
-    if settings.is_reg:
+    if settings.is_reg and "{trigger}" in options.prompt:
         return PROMPT
-    if not (word := options.trigger_word or settings.trigger_word):
+    if (word := options.trigger_word or settings.trigger_word) is None and "{trigger}" in options.prompt:
         raise UserError("the prompt has {trigger} and the dataset no trigger word; name one, or remove it")
-    return str(options.prompt.replace("{trigger}", word))
-
-
-def caption(options: argparse.Namespace, tasks: list[Task], journal: Journal, what: str) -> None:
-    """Caption images, a batch at a time: print each caption and, unless it is a preview, write it."""
-    prompts = [prompt_of(options, task.settings) for task in tasks]
-    computing = device_and_dtype({"fp32": "no"}.get(options.dtype, options.dtype))
-    captioner, console = Captioner(options.model, *computing), tool_console()
-    made, refused = list[dict[str, Any]](), list[str]()
-    started, size = time.monotonic(), options.batch_size
-    for at in range(0, len(tasks), size):
-        batch, asked = list[Task](), list[tuple[Image, str]]()
-        for task, prompt in zip(tasks[at : at + size], prompts[at : at + size], strict=True):
-            with gathering(refused):
-                asked.append((picture_of(task), prompt))
-                batch.append(task)
-        answers, done = captioner.answers(asked, options.max_new_tokens), min(at + size, len(tasks))
-        for task, (text, is_cut) in zip(batch, answers, strict=True):
-            with gathering(refused):
-                text = keep(task, text, options.prefix, None if options.preview else journal, what)
-                made.append(
-                    {"image": os.path.realpath(task.image), "old": task.old.shown, "text": text, "is_cut": is_cut}
-                )
-                left = duration((time.monotonic() - started) / done * (len(tasks) - done))
-                console.print(f"{done:,} of {len(tasks):,}, {left} left: {task.image.name}: {text}")
-        if options.json:
-            write_text(options.json, json.dumps({"images": made, "refused": refused}))
-    what_else = "nothing was written" if options.preview else "--undo takes them back"
-    print(f"{counted(len(made), 'caption')} made; {what_else}")
-    if cut := [one["image"] for one in made if one["is_cut"]]:
-        print(f"note: {counted(len(cut), 'caption')} cut at {options.max_new_tokens} tokens ({names_in_short(cut)})")
-    if refused:
-        raise UserError(f"{len(refused)} of {counted(len(tasks), 'image')} left out: {names_in_short(refused)}")
+    return str(options.prompt.replace("{trigger}", word or ""))
 
 
 def keep(task: Task, text: str, prefix: str, journal: Journal | None, what: str) -> str:
-    """Return a caption with its prefix; write it, where there is a journal that keeps the old one.
-
-    Raises:
-        UserError: there is none, or somebody has written one meanwhile.
-    """
+    """Return a caption with its prefix; write it, where there is a journal that keeps the old one."""
     if not text:
         raise UserError(f"{task.image}: the model says nothing about it; try another prompt")
     if (word := prefix.strip(" ,")) and not task.settings.is_reg:
         text = edited(text, "before", "", word if word[-1].isalnum() else f"{word} ")
-    change = os.path.realpath(task.file), task.old.raw, task.old.changed(text), task.old.encoding
+    change = str(task.file), task.old.raw, task.old.changed(text), task.old.encoding
     if journal and journal.write(what, [change], more=True):
-        raise UserError(f"{task.file}: was changed meanwhile; it was left as it is")
+        raise UserError(f"{task.file}: was changed meanwhile, and is left as it is")
     return text
+
+
+def caption(options: argparse.Namespace, tasks: list[Task], journal: Journal | None, what: str) -> None:
+    """Caption images, a batch at a time: print each caption and, with a journal, write it."""
+    prompts, refused = [prompt_of(options, task.settings) for task in tasks], list[str]()
+    computing = device_and_dtype({"fp32": "no"}.get(options.dtype, options.dtype))
+    captioner, console = Captioner(options.model, *computing), tool_console()
+    made, started, size = list[dict[str, Any]](), time.monotonic(), options.batch_size
+    for at in range(0, len(tasks), size):
+        batch = list[tuple[Task, Image, str]]()
+        for task, prompt in zip(tasks[at : at + size], prompts[at : at + size], strict=True):
+            with gathering(refused):
+                batch.append((task, picture_of(task), prompt))
+        answers = captioner.answers([(picture, prompt) for _, picture, prompt in batch], options.max_new_tokens)
+        done = min(at + size, len(tasks))
+        left = duration((time.monotonic() - started) / done * (len(tasks) - done))
+        for (task, _, _), (text, is_cut) in zip(batch, answers, strict=True):
+            with gathering(refused):
+                text = keep(task, text, options.prefix, journal, what)
+                console.print(f"{done:,} of {len(tasks):,}, {left} left: {task.image.name}: {text}")
+                made.append({"image": str(task.image.resolve()), "old": task.old.shown, "text": text, "is_cut": is_cut})
+        if options.json:
+            write_text(options.json, json.dumps({"images": made}))
+    print(f"{counted(len(made), 'caption')} made; {'--undo takes them back' if journal else 'nothing was written'}")
+    if cut := [one["image"] for one in made if one["is_cut"]]:
+        print(f"note: {counted(len(cut), 'caption')} cut at {options.max_new_tokens} tokens ({names_in_short(cut)})")
+    if refused:
+        raise UserError(f"{len(refused)} of {counted(len(tasks), 'image')} left out: {names_in_short(refused)}")
 
 
 @exit_on_user_error
@@ -186,15 +177,13 @@ def main() -> None:
     if not options.model:
         raise UserError(f"--model: is missing; name one, as {next(iter(CAPTIONERS))}")
     what = f"captions by {options.model} ({', '.join(filter(None, (options.prefix, options.prompt)))})"
-    tasks = tasks_of(subsets_of(dataset), options.all)
-    done = journal.stacks()[0][-1:]
-    mine = {path: new for one in done if one["what"] == what for path, _, new, _ in one["changes"]}
-    tasks = [task for task in tasks if not (task.old.raw and mine.get(os.path.realpath(task.file)) == task.old.raw)]
+    mine = [one["changes"] for one in journal.stacks()[0][-1:] if one["what"] == what]
+    tasks = tasks_of(dataset, options.all, {path: new for changes in mine for path, _, new, _ in changes})
     if not tasks:
         print(f"nothing to do: every image has a caption{' of this model and prompt' if options.all else ''}")
         return
     with interruptible("the captions that were written stay, and the same command goes on from there"):
-        caption(options, tasks[: options.preview], journal, what)
+        caption(options, tasks[: options.preview], None if options.preview else journal, what)
 
 
 if __name__ == "__main__":

@@ -118,12 +118,8 @@ def upload(site: Site, request: Request, form: Form) -> Response:
 
 
 def start_look(site: Site, request: Request, form: Form) -> Response:
-    """Begin a look at the dataset that a form names; old looks are removed."""
-    return look_over(site, _toml(site, str(form.get("dataset", "")))[0])
-
-
-def look_over(site: Site, path: Path) -> Response:
-    """Begin a look at a dataset TOML, unless one is on its way, and have the screen show it."""
+    """Begin a look at a dataset, unless one is on its way; old looks are removed."""
+    path, _ = _toml(site, str(form.get("dataset", "")))
     refuse_outside(site, path, read_toml(path)[0])
     jobs, shown = _looks_of(site, path)
     if not jobs or jobs[0] == shown or jobs[0].is_over:
@@ -222,7 +218,7 @@ def save_toml(site: Site, request: Request, form: Form) -> Response:
     change = (str(path), old.raw, new, old.encoding)
     if str(form.get("hash")) != old.hash or _journal(site, path).write(f"change of {path.name}", [change]):
         raise UserError(f"{site.roots.show(path)}: was changed meanwhile; open it again, and change it then")
-    return look_over(site, path)
+    return start_look(site, request, form)
 
 
 def _toml(site: Site, text: str) -> tuple[Path, Text]:
@@ -400,65 +396,37 @@ def bulk(site: Site, request: Request, form: Form) -> Response:
 
 # ---- Captions that a model writes, by a job of tools/caption_images.py
 
-_PREVIEWED = 4  # images
-
 
 def captions(site: Site, request: Request, form: Form) -> Response:
-    """Show the form that has a model write captions, or how far the newest job is; look again once it has ended."""
+    """Show the form that has a model write captions; without ``form`` how far the newest such job is."""
     path, _ = _toml(site, request.query_params["dataset"])
     looks, look = _looks_of(site, path)
-    job = _captioning(site, path)
-    site.jobs.go_on([job] if job else [])
-    has_ended = job is not None and job.is_over and "--preview" not in job.words
-    if job and has_ended and looks and looks[0].is_over and looks[0].created < (job.ended or job.created):
-        return look_over(site, path)
-    found = _found(site, look.id) if look else {"images": []}
-    asked = job.read("asked.json") if job else {}
+    jobs = [job for job in site.jobs.all() if job.kind == "captions" and job.words[1] == str(path)][:1]
+    site.jobs.go_on(jobs)
+    found: dict[str, Any] = _found(site, look.id) if look else {"images": []}
+    made, asked = ({}, {}) if not jobs else (jobs[0].read("result.json"), jobs[0].read("asked.json"))
+    values: dict[str, Any] = {"dataset": path, "look": look, "job": next(iter(jobs), None), "counted": counted}
     if "form" not in request.query_params:
-        numbers = {image["path"]: number for number, image in enumerate(found["images"])}
-        made = job.read("result.json") if job else {}
-        rows = [(numbers.get(one["image"]), one) for one in made.get("images", ())]
-        far = re.findall(r"^([\d,]+) of ([\d,]+), (.+?) left: ", job.log, re.MULTILINE) if job else []
-        shown = {"rows": rows, "refused": made.get("refused", ()), "far": far[-1] if far else None}
-        return fragment(
-            site, request, "data.html", "captioning", dataset=path, job=job, look=look, asked=asked, **shown
-        )
+        values |= {"number_of": {image["path"]: number for number, image in enumerate(found["images"])}}
+        values |= {"begun": looks[0] if looks else None, "made": made.get("images", [])}
+        far = re.findall(r"^([\d,]+) of ([\d,]+), (.+?) left: ", jobs[0].log, re.MULTILINE) if jobs else []
+        return fragment(site, request, "data.html", "captioning", far=far[-1:], **values)
     marks = (mark for image in found["images"] for mark in image["marks"] if mark.startswith(_TRIGGER))
-    return site.part(
-        "data.html",
-        "captions",
-        dataset=path,
-        asked={"prompt": PROMPT, "prefix": next(marks, "").removeprefix(_TRIGGER), "which": "without"} | asked,
-        models=weights_in(site)["captioner"],
-        known=CAPTIONERS,
-        without=len(_matching(site, found, {"only": "without"})),
-        images=len(found["images"]),
-        most=_PREVIEWED,
-        counted=counted,
-    )
-
-
-def _captioning(site: Site, path: Path) -> Job | None:
-    """Return the newest job that writes or tries captions of a dataset."""
-    return next((job for job in site.jobs.all() if job.kind == "captions" and job.words[1] == str(path)), None)
+    asked = {"prompt": PROMPT, "prefix": next(marks, "").removeprefix(_TRIGGER), "which": ""} | asked
+    values |= {"models": weights_in(site)["captioner"], "known": CAPTIONERS, "images": len(found["images"])}
+    without = len(_matching(site, found, {"only": "without"}))
+    return site.part("data.html", "captions", asked=asked, without=without, **values)
 
 
 def start_captions(site: Site, request: Request, form: Form) -> Response:
     """Queue a job that writes captions, or a preview of some."""
     given, (path, _) = Given(form), _toml(site, str(form.get("dataset", "")))
     refuse_outside(site, path, read_toml(path)[0])
-    if not (model := given["model"]):
-        raise UserError("Model: choose one of the list, or write a folder or a name on the Hugging Face hub")
-    site.roots.refuse_paths_outside(model, "Model")
-    if (going := _captioning(site, path)) and not going.is_over:
-        raise UserError("captions of this dataset are being written already; wait, or stop that first")
-    words = [f"--model={model}", f"--prompt={given['prompt'] or PROMPT}", f"--prefix={given['prefix']}"]
-    words += ["--all"] if given["which"] == "all" else []
-    if "preview" in given:
-        words += ["--preview", str(_PREVIEWED)]
-    else:
-        words += ["--journal", str(_page_folder(site, "undo", path).with_suffix(".json"))]
-    words = ["tools/caption_images.py", str(path), *words, "--json", "{job}/result.json"]
+    site.roots.refuse_paths_outside(given["model"], "Model")
+    words = ["tools/caption_images.py", str(path), "--json", "{job}/result.json"]
+    words += [f"--{key}={given[key]}" for key in ("model", "prompt", "prefix")] + ["--all"] * (given["which"] == "all")
+    journal = _page_folder(site, "undo", path).with_suffix(".json")
+    words += ["--preview", "4"] if "preview" in given else ["--journal", str(journal)]
     files = {"asked.json": json.dumps(given)}
     site.jobs.add("captions", f"Captions for {site.roots.show(path)}", words, queued=True, files=files)
     return tell_changed()

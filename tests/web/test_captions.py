@@ -79,12 +79,10 @@ def test_captions_are_previewed_written_and_undone(server: Server, tab: Any) -> 
     assert texts_of(folder / "images") == {"5": "mine"}
 
 
-@pytest.mark.parametrize(
-    ("model", "says"), [("/etc", "lies outside"), ("../x", "lies outside"), ("", "Model: choose one of the list")]
-)
+@pytest.mark.parametrize(("model", "says"), [("/etc", "lies outside"), ("../x", "lies outside")])
 def test_a_model_outside_of_the_folders_is_refused(model: str, says: str, server: Server) -> None:
     toml = str(server.folder / "datasets/cats/dataset.toml")
     status, text = post(server, "/data/captions", dataset=toml, model=model, prompt="", prefix="", which="all")
-    assert status in (403, 422)
+    assert status == 403
     assert says in text
     assert not any(f"--model={model}" in job.words for job in Jobs(server.output / ".tandem").all())
