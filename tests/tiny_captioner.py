@@ -8,6 +8,7 @@ random; what it says are words of a small vocabulary that depend on picture and 
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def tiny_captioner_tokenizer() -> Qwen2Tokenizer:
                 vocabulary[made + letter] = len(vocabulary)
             made += letter
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, extra_special_tokens=_SPECIAL[1:])
-    tokenizer.eos_token, tokenizer.chat_template, tokenizer.model_max_length = "<|im_end|>", TEMPLATE, 32768
+    tokenizer.eos_token, tokenizer.model_max_length = "<|im_end|>", 32768
     return tokenizer
 
 
@@ -121,7 +122,16 @@ def write_tiny_captioner(folder: str | Path, seed: int = 0, ends: float = 3.0) -
         image_std=[0.5] * 3,
         size={"shortest_edge": 32 * 32, "longest_edge": 256 * 256},
     )
-    images.save_pretrained(folder)
+    # As published: by the name of a class that needs torchvision, and the chat's template in a file of its own.
+    settings = images.to_dict() | {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    (folder / "video_preprocessor_config.json").write_text(
+        json.dumps(settings | {"video_processor_type": "Qwen3VLVideoProcessor"})
+    )
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
 
 
