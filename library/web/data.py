@@ -118,8 +118,12 @@ def upload(site: Site, request: Request, form: Form) -> Response:
 
 
 def start_look(site: Site, request: Request, form: Form) -> Response:
-    """Begin a look at a dataset, unless one is on its way; old looks are removed."""
-    path, _ = _toml(site, str(form.get("dataset", "")))
+    """Begin a look at the dataset that a form names; old looks are removed."""
+    return look_over(site, _toml(site, str(form.get("dataset", "")))[0])
+
+
+def look_over(site: Site, path: Path) -> Response:
+    """Begin a look at a dataset TOML, unless one is on its way, and have the screen show it."""
     refuse_outside(site, path, read_toml(path)[0])
     jobs, shown = _looks_of(site, path)
     if not jobs or jobs[0] == shown or jobs[0].is_over:
@@ -218,7 +222,7 @@ def save_toml(site: Site, request: Request, form: Form) -> Response:
     change = (str(path), old.raw, new, old.encoding)
     if str(form.get("hash")) != old.hash or _journal(site, path).write(f"change of {path.name}", [change]):
         raise UserError(f"{site.roots.show(path)}: was changed meanwhile; open it again, and change it then")
-    return start_look(site, request, form)
+    return look_over(site, path)
 
 
 def _toml(site: Site, text: str) -> tuple[Path, Text]:
