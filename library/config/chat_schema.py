@@ -91,7 +91,7 @@ class ChatSamplingConfig(SamplingConfig):
 
 
 class ChatValidationConfig(Section):
-    """Loss on held-out conversations."""
+    """Loss on held-out conversations; unless it is said when, with each save."""
 
     validate_every_n_steps: Annotated[Positive | None, _HELD_OUT] = Field(
         None, description="validate every so many optimizer steps"

@@ -638,7 +638,7 @@ class SamplingConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Loss on held-out images, at fixed noise and fixed timesteps."""
+    """Loss on held-out images, at fixed noise and fixed timesteps; unless it is said when, with each save."""
 
     validate_every_n_steps: Positive | None = Field(None, description="validate every so many optimizer steps")
     validate_every_n_epochs: Positive | None = Field(None, description="validate every so many epochs")

@@ -40,6 +40,7 @@ def write_dataset(folder: Path, image_dir: str, trigger_word: str, resolution: s
     images.mkdir(parents=True, exist_ok=True)
     endings = {file.suffix for file in images.iterdir()} & CAPTION_SUFFIXES
     subset: dict[str, object] = {"image_dir": image_dir, "num_repeats": numbers["num_repeats"]}
+    subset["validation_split"] = "auto"
     subset |= {"trigger_word": trigger_word} if trigger_word else {"class_tokens": ""}  # without: refused
     ending = ".caption" if endings == {".caption"} else ".txt"
     tables = {

@@ -5,8 +5,9 @@ The steps, for every dataset:
 
 1. list each subset's images, captions and masks (:mod:`library.data.sources`), learn the images' sizes;
 2. hold back ``validation_split`` of each subset that is not regularisation, with 1 all of it: shuffle with
-   ``validation_seed``, take the last ``round(n * split)``. These are the images sd-scripts holds back; it
-   rounds the training part by itself, which can leave an image in both, here training is what remains;
+   ``validation_seed``, take the last ``round(n * split)`` ("auto": ``SubsetSettings.held_out``). These are the
+   images sd-scripts holds back; it rounds the training part by itself, which can leave an image in both, here training
+   is what remains;
 3. balance regularisation images (sd-scripts ``DreamBoothDataset``): go through them, ``num_repeats`` each,
    until there are as many as training images, or with ``preserve`` as many as its share; if they do not
    suffice, go round again, once each. Where they are too many, the last ones are not used;
@@ -222,6 +223,10 @@ def scan(
         used = [one.image.size for one in of_dataset if one.group.subset.only is None]
         if used:
             result.sizes[number] = describe_sizes(buckets, [*filter(None, used)])
+    if chosen := {sample.image.path for sample in result.held_out if sample.settings.validation_split == "auto"}:
+        known = chosen.union(sample.image.path for sample in result.listed if not sample.settings.is_reg)
+        line = f"{len(chosen)} of {len(known)} images are held out to validate on; validation_split = 0 trains on all"
+        result.unused.append(f"{config.path}: {line}")
     result.warnings.extend(result.unused)
     if (number := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
         raise UserError(
@@ -243,11 +248,10 @@ def cache_folder(dataset: Dataset, subset: Subset) -> Path:
 
 def sizes_seen(subset: Subset, sources: Sequence[Source], seed: int) -> list[tuple[Size, int]]:
     """Return the size of each image of a subset, and how often an epoch sees it: 0 of one that is held out."""
-    split, own_seed = subset.settings.validation_split, subset.settings.validation_seed
-    order = list(range(len(sources)))
+    own_seed, order = subset.settings.validation_seed, list(range(len(sources)))
     # the permutation depends on the count alone, as in sd-scripts
     random.Random(seed if own_seed is None else own_seed).shuffle(order)
-    held = set(order[len(order) - round(len(order) * split) :])
+    held = set(order[len(order) - subset.settings.held_out(len(order)) :])
     # all of them have been measured
     return [(one.image.size or (1, 1), (i not in held) * subset.settings.num_repeats) for i, one in enumerate(sources)]
 
@@ -341,6 +345,7 @@ def _check_split(config: DatasetConfig, result: Scan) -> None:
         remedy = "lower validation_split" if result.held_out else "every num_repeats is 0: raise one,"
         raise UserError(f"{config.path}: no images left to train on; {remedy} or add images")
     splits = [subset.settings.validation_split for dataset in config.datasets for subset in dataset.subsets]
+    splits = [split for split in splits if split != "auto"]
     if any(splits) and not result.held_out:
         images = sum(not sample.settings.is_reg for sample in result.train)  # of the others none is held out
         raise UserError(

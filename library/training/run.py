@@ -253,6 +253,8 @@ class Run:
     def _is_due(self, what: str, unit: str) -> bool:
         """Return whether to validate, sample or save after this ``step`` or ``epoch``, by its option."""
         validation, sampling, saving = self.config.validation, self.config.sampling, self.saving
+        is_timed = validation.validate_every_n_steps or validation.validate_every_n_epochs
+        schedule = "save" if what == "validate" and not is_timed else what
         every = {
             ("validate", "step"): validation.validate_every_n_steps,
             ("validate", "epoch"): validation.validate_every_n_epochs,
@@ -260,7 +262,7 @@ class Run:
             ("sample", "epoch"): sampling.sample_every_n_epochs,
             ("save", "step"): saving.save_every_n_steps,
             ("save", "epoch"): saving.save_every_n_epochs,
-        }[what, unit]
+        }[schedule, unit]
         is_due = every is not None and getattr(self.position, unit) % every == 0
         return is_due and (what != "validate" or self.task.validates)
 

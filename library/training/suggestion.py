@@ -23,7 +23,7 @@ from library.config.family_defaults import presets, tables
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.published_models import Fit, find_published, fit, fits
 from library.config.schema import DatasetArguments
-from library.data.config import load_dataset_config
+from library.data.config import LEAST_TO_HOLD_OUT, load_dataset_config
 from library.data.file_index import list_folder
 from library.data.samples import Sample, scan
 from library.data.sources import captioned
@@ -187,7 +187,7 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, s
     """Return file name -> text: the dataset TOML of a folder, and the configuration."""
     values, folder = presets(answers.model_type), answers.images.is_dir()
     share = round(len(found.samples) * values["validation_split"][0])
-    held_out = found.held_out if not folder else share if share > 1 else 0  # one image is too few to tell anything by
+    held_out = found.held_out if not folder else share if len(found.samples) >= LEAST_TO_HOLD_OUT else 0
     pairs = [one for one in found.samples if one.caption and " --" not in one.caption][:3]  # options begin with it
     # a sample of a fill model needs an image and a mask
     sampled = bool(pairs) if answers.kind == "edit" else family_class(answers.model_type).conditioning != "fill"

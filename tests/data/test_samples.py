@@ -308,6 +308,24 @@ def test_without_a_validation_seed_the_split_follows_from_the_seed(tmp_path: Pat
     assert held_out(1) == held_out(1) != held_out(2)
 
 
+def test_auto_holds_out_one_in_ten_of_ten_and_more_but_at_most_eight(tmp_path: Path) -> None:
+    folder, auto = tmp_path / "img", "validation_split = 'auto'"
+    for count in range(1, 91):
+        add_image(folder, f"{count:02d}.png", size=(16, 16), seed=count)
+        every = {f"{i:02d}.png" for i in range(1, count + 1)}
+        data = build(write_toml(tmp_path, auto if count % 2 else "", general="" if count % 2 else auto), seed=count)
+        held = names(data.validation.samples) if data.validation else []
+        assert set(names(data.train.samples)) == every - set(held)
+        least, most = (1, 8) if count >= 10 else (0, 0)
+        assert least <= len(held) == len(set(held)) <= most
+        assert 10 * len(held) <= count + 5  # one in ten, rounded
+        assert 10 * len(held) >= min(count - 5, 80) or count < 10
+        said = [line for line in data.describe() if "held out to validate on; validation_split = 0 trains" in line]
+        assert [f" {len(held)} of {count} images" in line for line in said] == [True] * bool(held)
+    for without in ("", "validation_split = 0"):  # sd-scripts' datasets train on all that they name
+        assert build(write_toml(tmp_path, without)).validation is None
+
+
 def test_a_split_that_holds_out_nothing_is_refused(tmp_path: Path) -> None:
     fill(tmp_path / "img", 4)
     assert refused(tmp_path, write_toml(tmp_path, dataset="validation_split = 0.1")) == (

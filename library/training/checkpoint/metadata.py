@@ -244,7 +244,7 @@ def _facts_of_one(dataset: Dataset, described: Mapping[str, Any], batches_at_onc
     facts["color_aug"] = False
     facts["bucket_info"] = json.dumps(described["bucket_info"])
     subsets = [subset.settings for subset in dataset.subsets]
-    held_out = max(subsets, key=lambda one: one.validation_split)
+    held_out = max(subsets, key=lambda one: one.held_out(1000))
     facts |= {key: getattr(held_out, key) for key in ("validation_seed", "validation_split")}
     for key in _KEYS["one_value"]:
         if len({getattr(one, key) for one in subsets}) == 1:

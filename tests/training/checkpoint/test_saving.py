@@ -56,6 +56,15 @@ def test_only_the_last_steps_are_kept_and_states_may_be_kept_for_less_long(
     ]
 
 
+@pytest.mark.parametrize(("how", "steps"), [({}, [0, 2, 4, 5]), ({"validate_every_n_steps": 3}, [0, 3, 5])])
+def test_held_out_images_are_looked_at_with_each_save_unless_it_is_said_when(
+    base: Path, tmp_path: Path, how: dict[str, int], steps: list[int]
+) -> None:
+    data = write_dataset(tmp_path / "data", text=VALIDATED)
+    run(base, data, tmp_path / "run", save_every_n_steps=2, max_train_steps=5, **how)
+    assert [line["step"] for line in metrics(tmp_path / "run") if "val_loss" in line] == steps
+
+
 def test_only_the_last_epochs_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
     for name in ("a-000002", "a-000004", "a-000006", "a-000008", "a", "a-best", "b-000002", "a-step00000001"):
         (tmp_path / f"{name}.safetensors").touch()
