@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from library.errors import UserError
 from library.web.access import AllowedRoots, Guard, Refused
+from library.web.cards import cards
 from library.web.jobs import ROOT
 from library.web.site import HERE, Form, Site
 
@@ -55,6 +56,7 @@ def create_app(roots: AllowedRoots, port: int, token: str | None = None) -> ASGI
     from library.web import chat, data, generate, new_run, precision, runs, trash
 
     site = Site.of(roots)
+    cards()  # the first visit finds an answer
     site.jobs.begin()  # what was queued when the machine went down
     reading = Thread(target=lambda: runs.all_runs(site, site.jobs.all()), daemon=True)
     reading.start()  # the first visit finds it read; of very many runs it goes on beside

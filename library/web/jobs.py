@@ -48,7 +48,7 @@ class Job:
         id: sorts by time. kind: "train", "report", "memory" ... title: for people.
         words: the command after the interpreter; ``{job}`` in them stands for the job's folder. cwd: where it runs.
         queued: waits for its turn; else it begins at once.
-        output: the folder of the run that it writes, or "".
+        output: the folder of the run that it writes, or "". card: the GPU that it sees, by number; "": all.
         folder: its own. place: its turn. began, ended: seconds since 1970. code: its exit code. pid: its process.
         stop_requested: whether somebody stopped it; it may take a moment to end.
     """
@@ -63,6 +63,7 @@ class Job:
     cwd: str
     folder: Path
     place: Seconds = 0.0
+    card: str = ""
     pid: int = 0
     began: Seconds | None = None
     ended: Seconds | None = None
@@ -117,6 +118,7 @@ class Jobs:
         *,
         queued: bool = False,
         output: str = "",
+        card: str = "",
         files: Mapping[str, str] = MappingProxyType({}),
     ) -> Job:
         """Write a job and see to it that it is begun; ``files`` are written into its folder, by name.
@@ -132,6 +134,7 @@ class Jobs:
             "words": [word.replace("{job}", str(folder)) for word in (script, *words[1:])],
             "queued": queued,
             "output": output,
+            "card": card,
             "created": time.time(),
             "cwd": str(Path.cwd()),
         }
@@ -289,6 +292,8 @@ def run_job(jobs: Jobs, name: str) -> None:
         job = jobs.get(name)
         if job.state != "waiting":
             return
+        if job.card:  # numbered as nvidia-smi does
+            environment |= {"CUDA_VISIBLE_DEVICES": job.card, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
         def note_start() -> None:  # the child itself does: whoever is killed when, it is known once it runs
             if (job.folder / "running.json").exists():

@@ -42,6 +42,7 @@ from library.training.report.run_folder import (
     text_of,
 )
 from library.training.sampling.prompts import read_prompts
+from library.web.cards import cards
 from library.web.data import datasets, refuse_outside
 from library.web.jobs import ROOT, Job
 from library.web.loras import free_name, weights_in
@@ -331,9 +332,12 @@ def start(site: Site, request: Request, form: Form) -> Response:
     if not re.fullmatch(r"[1-9]\d{0,2}", processes):
         raise UserError(f"processes: {processes[:20]!r} is not a number from 1 to 999; give one process for each GPU")
     output = site.roots.find(values["output_dir"], output=True)
+    card = str(form.get("gpu", ""))
+    if card and card not in [one.index for one in cards(3600)]:
+        raise UserError(f"GPU: there is no {card[:20]!r} now; choose another")
     many = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes != "1" else []
     words, files = [*many, str(ROOT / script.name), "--config_file", "{job}/config.toml"], {"config.toml": text}
-    site.jobs.add("train", values["output_name"], words, queued=True, output=str(output), files=files)
+    site.jobs.add("train", values["output_name"], words, queued=True, output=str(output), card=card, files=files)
     return goto(url("/run", path=output))
 
 
@@ -351,7 +355,8 @@ def again(site: Site, request: Request, form: Form) -> Response:
     script, _ = runnable(site, text, script_of(settings) is LLM)
     resume = state if state in ("auto", "") else str(site.roots.find(str(folder / state), output=True))
     words = [script.name, "--config_file", "{job}/config.toml", "--output_dir", str(folder), "--resume", resume]
-    site.jobs.add("train", run.name, words, queued=True, output=str(folder), files={"config.toml": text})
+    card = job.card if job else ""
+    site.jobs.add("train", run.name, words, queued=True, output=str(folder), card=card, files={"config.toml": text})
     return tell_changed()
 
 

@@ -54,6 +54,11 @@ def show(site: Site, request: Request, form: Form) -> Response:
     return site.page(request, "runs.html", seen="", **values)
 
 
+def gpus(site: Site, request: Request, form: Form) -> Response:
+    """Show what the GPUs do, all or the one that is asked for."""
+    return site.part("runs.html", "gpus", only=request.query_params.get("only", ""))
+
+
 def _address(job: Job) -> str:
     """Return where what a job does is shown."""
     report = job.read("asked.json").get("report") if job.kind == "remedy" else job.id
@@ -108,4 +113,4 @@ def _shown(value: Any) -> str:
     return "–" if value is None else ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
-ROUTES: Routes = {"/": show, "/queue": (None, change_queue), "/compare": compare, **run.ROUTES}
+ROUTES: Routes = {"/": show, "/gpus": gpus, "/queue": (None, change_queue), "/compare": compare, **run.ROUTES}

@@ -9,6 +9,7 @@ traceback goes to the terminal, a line that says so to the screen.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from starlette.routing import Route
 from library.errors import UserError, counted
 from library.training.report.progress import duration
 from library.web.access import AllowedRoots, Refused
+from library.web.cards import cards
 from library.web.jobs import Jobs
 
 HERE = Path(__file__).parent
@@ -69,7 +71,8 @@ class Site:
         )
         templates.filters |= {each.__name__: each for each in (number, duration, size, moment, ago)}
         templates.filters |= {"short": roots.show, "json": json.dumps, "urlencode": partial(quote, errors="replace")}
-        templates.globals |= {"screens": SCREENS, "url": url, "counted": counted}
+        templates.globals |= {"screens": SCREENS, "url": url, "counted": counted, "cards": cards}
+        templates.globals["has_gpus"] = shutil.which("nvidia-smi") is not None
         parts = vars(templates.get_template("parts.html").module)  # a block that is rendered alone has them too
         templates.globals |= {name: macro for name, macro in parts.items() if name[0] != "_"}
         list(map(templates.get_template, templates.list_templates()))  # compiled before the first visit
