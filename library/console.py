@@ -18,7 +18,13 @@ from library.errors import printable
 
 
 class Console(rich.console.Console):
-    """rich's console; no character of what is printed steers the terminal, but rich's own colours and cursor do."""
+    """rich's console; no character of what is printed steers the terminal, but rich's own colours and cursor do.
+
+    Attributes:
+        preparation: of a run's console: what counted work is a step of (``library.training.report.progress``).
+    """
+
+    preparation: Any = None
 
     @property
     def file(self) -> IO[str]:

@@ -168,7 +168,7 @@ def main() -> None:
 
         share, _ = preserving(training.preservation, config, training.training.prior_loss_weight)
         idle = idle_options(training, config)
-    printed = nullcontext(partial(print_progress, console, seconds=0.5))
+    printed = nullcontext(partial(print_progress, console, None, seconds=0.5))
     with printed if options.json is not None else counting(console) as start:
         report = check(config, pixel_multiple, start, too_long, options.seed, share or 0)
         report = replace(report, notes=(*idle, *report.notes))

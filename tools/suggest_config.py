@@ -147,8 +147,8 @@ def main() -> None:
     print(f"card      {f'{answered.gpu_memory / GIB:.1f} GiB; ' if answered.gpu_memory else ''}{chosen.describe()}")
     print(f"memory    {', '.join(settings)}")
     print(f"training  {', '.join(training)}")
-    if painted := suggestion.painted_first(answered):
-        print(f"first     the base paints {painted} (preserve_prompts), once for this base; they are kept")
+    if painted := suggestion.painted_first(answered, found):
+        print(f"first     {painted}")
     print(*(f"note: {line}" for line in found.notes), sep="\n", end="\n" * bool(found.notes))
     if missing := found.without_caption:
         command = suggestion.captioner(answered.images)

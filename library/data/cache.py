@@ -67,6 +67,7 @@ _DECODERS = 4  # threads that decode and resize ahead while the encoder works
 _PREVIEWED = 4  # masks of an image that are shown
 
 _Job = TypeVar("_Job")
+Progress = Callable[[str, int], Callable[[int], None]]  # progress(description, total) -> advance(by)
 
 
 class ImageEncoder(Protocol):

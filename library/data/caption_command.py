@@ -23,11 +23,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from library.data.config import DatasetConfig, Subset
+from library.data.config import DatasetConfig
 from library.data.sources import uncaptioned
 from library.errors import UserError
 from library.files import write_text
@@ -52,32 +51,17 @@ def write_captions(command: str, config: DatasetConfig, start: Callable[[str, in
         UserError: it cannot be run, fails or prints nothing; captions written before stay.
     """
     words = command_words(command)
-    _, files = without_captions(config)
-    advance = start("captioning", len(files))
-    for image, file in files.items():
-        if not file.exists():  # a.png and a.jpg share one
-            write_text(file, f"{caption_of(words, image)}\n")
-        advance(1)
-
-
-def without_captions(config: DatasetConfig) -> tuple[DatasetConfig, dict[Path, Path]]:
-    """Return a dataset as it is read before its captions are written, and image -> file of those to be written.
-
-    Raises:
-        UserError: no subset takes captions from files.
-    """
     every = [subset for dataset in config.datasets for subset in dataset.subsets if subset.settings.num_repeats]
     subsets = [one for one in every if one.metadata_file is None and not one.settings.class_tokens]
     if not subsets:
         raise UserError(f"{config.path}: caption_command: every subset has class_tokens or a metadata_file; remove it")
-
-    def empty(subset: Subset) -> Subset:
-        changed = subset.settings.model_copy(update={"class_tokens": ""})
-        return replace(subset, settings=changed) if subset in subsets else subset
-
-    datasets = (replace(each, subsets=tuple(map(empty, each.subsets))) for each in config.datasets)
     files = {image: file for subset in subsets for image, file in uncaptioned(subset).items()}
-    return replace(config, datasets=tuple(datasets)), files
+    if files:
+        advance = start("writing captions", len(files))
+    for image, file in files.items():
+        if not file.exists():  # a.png and a.jpg share one
+            write_text(file, f"{caption_of(words, image)}\n")
+        advance(1)
 
 
 def command_words(command: str) -> list[str]:

@@ -32,6 +32,7 @@ from library.data.buckets import ControlSizing
 from library.data.cache import (
     EncodeJob,
     ImageEncoder,
+    Progress,
     TextEncoder,
     TextJob,
     absent,
@@ -42,9 +43,10 @@ from library.data.cache import (
 )
 from library.data.captions import has_word
 from library.data.config import DatasetConfig, Subset, SubsetSettings
-from library.data.file_index import FileIndex, SourceFile
-from library.data.samples import Progress, Sample, Scan, control_sizing, scan
+from library.data.samples import Sample, Scan, control_sizing, scan
 from library.errors import UserError, counted
+
+ENCODING_IMAGES, ENCODING_CAPTIONS = "encoding images", "encoding captions"
 
 
 @contextmanager
@@ -68,7 +70,6 @@ def build_dataset(
     prior_loss_weight: float = 1.0,
     preservation: PreservationConfig | None = None,
     painted: Painted | None = None,
-    start: Progress | None = None,
 ) -> TrainingData:
     """Find all samples of a dataset TOML; nothing is encoded yet.
 
@@ -80,7 +81,6 @@ def build_dataset(
         prior_loss_weight: loss weight of regularisation images.
         preservation: which samples the frozen model's answers are the targets of.
         painted: pictures that the base has painted.
-        start: as of ``scan``.
 
     Raises:
         UserError: anything wrong with the files; ``preserve_class`` has no trigger word to replace.
@@ -91,7 +91,7 @@ def build_dataset(
         with_it = (replace(each, subsets=(*each.subsets, added)) for each in config.datasets)
         config = replace(config, datasets=tuple(with_it))
     share, captions = preserving(preservation or PreservationConfig(), config, prior_loss_weight)
-    found = scan(config, seed, pixel_multiple, prior_loss_weight, share, start=start)
+    found = scan(config, seed, pixel_multiple, prior_loss_weight, share)
     classes = (subset for dataset in config.datasets for subset in dataset.subsets if subset.settings.preserve_class)
     if captions is None and (inert := next(classes, None)):
         found.warnings.append(f'{inert.where}: no effect without preserve = "prior": preserve_class')
@@ -255,7 +255,7 @@ class TrainingData:
         jobs = [job for job in self.missing_latents(encoder.fingerprint) if _owner(job.path, world) == rank]
         try:
             if jobs:
-                encode_latents(jobs, encoder, batch_size, progress("caching latents", len(jobs)))
+                encode_latents(jobs, encoder, batch_size, progress(ENCODING_IMAGES, len(jobs)))
         finally:
             encoder.release()
 
@@ -274,7 +274,7 @@ class TrainingData:
         mine = [job for job, path in zip(missing, paths, strict=True) if _owner(path, world) == rank]
         try:
             if mine:
-                encode_texts(self.text_folder, mine, encoder, batch_size, progress("caching text", len(mine)))
+                encode_texts(self.text_folder, mine, encoder, batch_size, progress(ENCODING_CAPTIONS, len(mine)))
         finally:
             encoder.release()
 
@@ -313,14 +313,10 @@ class TrainingData:
         return [*self.train.samples, *(self.validation.samples if self.validation else ())]
 
     def _hash_contents(self) -> None:
-        for index, files in self._files():
-            index.hash_contents(files)
-
-    def _files(self) -> Iterator[tuple[FileIndex, list[SourceFile]]]:
-        """Yield each index with those of the samples' files that it knows, and save what is read of them."""
+        """Hash the samples' files, and save what is read of them."""
         files = {id(file): file for sample in self._samples for file in sample.files}
         for index in self._indexes:
-            yield index, [file for file in files.values() if index.knows(file)]
+            index.hash_contents(file for file in files.values() if index.knows(file))
             index.save()
 
     @collecting_later()

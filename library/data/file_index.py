@@ -58,7 +58,6 @@ class SourceFile:
     size: tuple[int, int] | None = None
     content: str | None = None
     frames: int = 1  # or pages; read with the size
-    is_decoded: bool = False  # to its end
 
     @property
     def stat(self) -> Stats:
@@ -70,7 +69,7 @@ class SourceFile:
         if values and kind != "contents":
             self.size, self.frames = (values[0], values[1]), values[2]
         if values and kind != "sizes":
-            self.content, self.is_decoded = values[-1], self.is_decoded or kind == "decoded"
+            self.content = values[-1]
 
 
 _OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "__macosx"})  # hidden where they are made
@@ -227,7 +226,7 @@ class FileIndex:
                 return None
             return [*size, frames, content_hash(data)]
 
-        self._read("decoded", files := [file for file in files if not file.is_decoded], whole, start)
+        self._read("decoded", files := list(files), whole, start)
         return {file.path: problems[file.path] for file in files if file.path in problems}
 
     def look(

@@ -137,6 +137,23 @@ def check(
     return Report(len(images), findings, (*notes, *trained.unused), tuple(sizes), samples, refused)
 
 
+def refuse_damaged(config: DatasetConfig, start: Start) -> None:
+    """Decode to its end, once, each image, mask and control image that is trained on.
+
+    Raises:
+        UserError: a line for each that is damaged.
+    """
+    problems: dict[str, str] = {}
+    for dataset, subset in ((one, subset) for one in config.datasets for subset in one.subsets):
+        if subset.settings.num_repeats:
+            index = FileIndex(cache_folder(dataset, subset))
+            files = {file.path: file for source in _sources(subset, index, [], [], config) for file in source.files}
+            problems |= index.decode(files.values(), partial(start, "checking images"))
+            index.save()
+    if problems:
+        raise UserError(*(f"{path}: {problem}" for path, problem in problems.items()))
+
+
 def summarise(samples: Sequence[Sample]) -> list[str]:
     """Return lines on what a start knows of its samples anyway: captions, and sizes against buckets."""
     images, captions = {sample.image.path: sample for sample in samples}, captions_of(samples)

@@ -21,7 +21,6 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Self
@@ -38,7 +37,6 @@ from library.data.sources import Source, find_sources, is_image, left_out, note_
 from library.errors import UserError, counted, names_in_short
 from library.randomness import derive_seed
 
-Progress = Callable[[str, int], Callable[[int], None]]  # progress(description, total) -> advance(by)
 FindSources = Callable[[Subset, FileIndex, list[str], ConditionKind, int], list[Source]]
 MOST_IMAGES = 10_000_000  # of an epoch; its order takes some 150 bytes an image
 
@@ -160,7 +158,6 @@ def scan(
     prior_loss_weight: float = 1.0,
     regular_share: float | None = None,
     find: FindSources = find_sources,
-    start: Progress | None = None,
 ) -> Scan:
     """Find all samples.
 
@@ -172,18 +169,12 @@ def scan(
         regular_share: of the samples of an epoch that are regularisation images; where they are more, epochs see
             them in turn. None: as in sd-scripts half, of those that come first.
         find: lists a subset's images.
-        start: ``start(description, total) -> advance(n)``: files that never were are decoded to their end.
-
-    Raises:
-        UserError: anything wrong with the files; with ``start`` a line for each of them all that is damaged.
     """
     indexes: dict[Path, FileIndex] = {}
     identities: Counter[str] = Counter()
     result = Scan([], [], [], idle_parts(config))
-    problems: dict[str, str] = {}
-    by_dataset: list[list[tuple[SampleGroup, list[Source]]]] = []
     for number, dataset in enumerate(config.datasets):
-        by_dataset.append([])
+        loaded: list[tuple[SampleGroup, list[Source], Images]] = []
         for subset in dataset.subsets:
             if subset.settings.num_repeats == 0:
                 continue
@@ -191,23 +182,13 @@ def scan(
             index = indexes.setdefault(cache, FileIndex(cache))
             weight = prior_loss_weight if subset.settings.is_reg else 1.0
             group = SampleGroup(subset, number, dataset.settings.batch_size, cache, weight)
-            sources = find(subset, index, result.warnings, config.conditioning, config.arguments.caption_variants)
-            files = {file.path: file for source in sources for file in source.files}.values()
-            if start is not None:
-                problems |= index.decode(files, partial(start, "checking images"))
-            if not problems:
-                index.measure(files)
-            index.save()
-            by_dataset[-1].append((group, sources))
-    if problems:
-        raise UserError(*(f"{path}: {problem}" for path, problem in problems.items()))
-    for number, (dataset, groups) in enumerate(zip(config.datasets, by_dataset, strict=True)):
-        loaded: list[tuple[SampleGroup, list[Source], Images]] = []
-        for group, sources in groups:
-            result.warnings.extend(note_frames(group.subset.where, sources))
             variants = config.arguments.caption_variants
-            result.warnings.extend(text for _, text in note_lines(group.subset, sources, variants))
-            loaded.append((group, sources, sizes_seen(group.subset, sources, seed)))
+            sources = find(subset, index, result.warnings, config.conditioning, variants)
+            index.measure({file.path: file for source in sources for file in source.files}.values())
+            index.save()
+            result.warnings.extend(note_frames(subset.where, sources))
+            result.warnings.extend(text for _, text in note_lines(subset, sources, variants))
+            loaded.append((group, sources, sizes_seen(subset, sources, seed)))
         images = [image for _, _, seen in loaded for image in seen]
         buckets = Bucketing(dataset, pixel_multiple, images)
         train: list[Sample] = []

@@ -45,7 +45,7 @@ from library.training.checkpoint.state import (
 from library.training.optim.after_update import UpdateNorms
 from library.training.report.metrics import MetricsStream, peak_memory_bytes, write_config
 from library.training.report.plots import plot_runs
-from library.training.report.progress import TrainingProgress, duration, print_summary, shown_path
+from library.training.report.progress import SAMPLING, TrainingProgress, duration, print_summary, shown_path
 from library.training.run_inputs import RunInputs, changes_since, contents_of, require_same, settings_of
 from library.training.signals import NOTHING, SignalHandler, StopRequest, interruptible, resume_hint
 from library.training.tasks.task import Sampler, Task
@@ -106,6 +106,7 @@ class Run:
             with agreed("looking at the output folder"):
                 if accelerator.is_main_process:
                     lock.acquire()
+                    self.task.preparation.folder = self.names.folder
                     state = resolve_resume(resume, self.saving, say)
                     self._check_output(state is not None)
             found, *_ = from_all_processes(state)
@@ -118,6 +119,7 @@ class Run:
             require_same({f"{found}": described})
             yield state
         finally:
+            self.task.preparation.end()
             lock.release()
 
     def _check_output(self, resumed: bool) -> None:
@@ -247,6 +249,7 @@ class Run:
 
     def check_due(self) -> bool:
         """Look for requests, once after every step; return whether :meth:`after_step` needs settled, finite weights."""
+        self.task.preparation.end()
         self._request = self.requests.poll()
         return bool(self._request) or any(self._is_due(what, "step") for what in ("validate", "sample", "save"))
 
@@ -406,6 +409,7 @@ class Run:
         if sampler is None and (sampler := self.task.sampler) is None:
             return
         self._sampled_at = step = self.position.step
+        self.task.preparation.begin(SAMPLING)
         with self._deployed_weights("sampling"):
             together = is_model_parallel(self.engine.accelerator)  # then no process may stop alone
             stopping = None if together else (lambda: self.requests.signalled)

@@ -34,7 +34,7 @@ from library.models.family_by_name import family_class
 from library.models.files import pipeline_class, transformer_of
 from library.models.hub import find_model, pipeline_of
 from library.training.memory.budget import GIB
-from library.training.sampling.painting import GENERAL, passes_of
+from library.training.sampling import painting
 from library.training.sampling.prompts import usual_prompt
 
 Kind = Literal["subject", "style", "edit"]
@@ -169,12 +169,17 @@ def summarise_dataset(answers: Answers) -> DatasetSummary:
     return DatasetSummary(samples, round(median(sides)), without, len(found.held_out), ending, len(others), notes)
 
 
-def painted_first(answers: Answers) -> str:
-    """Return what the base paints before the first step, "34 pictures in 680 passes"; empty if nothing."""
+def painted_first(answers: Answers, found: DatasetSummary) -> str:
+    """Return what the base paints before the first step, in the words of the run; empty if nothing."""
     if answers.kind != "subject":
         return ""
-    count = sum(map(len, read_toml(GENERAL)[0].values()))
-    return f"{count} pictures in {passes_of([usual_prompt(family_class(answers.model_type))] * count):,} passes"
+    sides = presets(answers.model_type)["resolution"][0]
+    side = min((one for one in sides if one >= found.side), default=max(sides))
+    resolutions = [(side, side)] if answers.images.is_dir() else [one.fit.bucket for one in found.samples]
+    width, height = painting.painted_size(resolutions, MODEL_TYPES[answers.model_type].pixel_multiple)
+    usual = replace(usual_prompt(family_class(answers.model_type)), width=width, height=height)
+    pictures = painting.describe([usual] * sum(map(len, read_toml(painting.GENERAL)[0].values())))
+    return f"{painting.PAINTING}: {pictures}; once for this base, they are kept"
 
 
 def captioner(images: Path) -> str:
@@ -205,7 +210,7 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, s
         "captioner": captioner(answers.images),
         "title": MODEL_TYPES[answers.model_type].title, "lines": lines, "name": answers.save_to.resolve().name,
         "is_tiny": "tiny-" in answers.model,  # built in, not made for the family's size
-        "painted": painted_first(answers),
+        "painted": painted_first(answers, found),
         "place": lambda name: (answers.save_to / name).as_posix(),
     }  # fmt: skip
     wanted = [*["dataset.toml"] * folder, "config.toml"]

@@ -24,6 +24,7 @@ from library.processes import FailedElsewhere, watched
 from library.training.memory.budget import keep_freed_memory, when_memory_runs_out
 from library.training.optim.lr_tracker import read_learning_rates
 from library.training.report.metrics import StepMetrics, peak_memory_bytes
+from library.training.report.progress import FIRST_STEP
 from library.training.run import Run
 from library.training.tasks.task import Task
 
@@ -64,6 +65,7 @@ class Trainer:
         """Train to the end; whatever goes wrong, save the last good step before the error goes on."""
         try:
             self.run.at_start()
+            self.task.preparation.begin(FIRST_STEP)
             self.train()
             self.run.at_end()
         except FailedElsewhere:  # the process that failed does this

@@ -6,6 +6,7 @@ they were read up to, and thinned before they are sent.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,6 +24,7 @@ from library.files import write_text
 from library.folder_lock import HOLDER, is_held
 from library.training.report.metrics_file import MetricsReader, Run, Series, charts_of
 from library.training.report.run_folder import (
+    PREPARING,
     defaults_of,
     mtime,
     newest_metrics,
@@ -56,7 +58,7 @@ class RunStatus:
     job: Job | None
     requests: frozenset[str]
     error: str
-    preparing: tuple[str, int, int] | None = None  # before the first step: what it does, how many are done, of how many
+    preparing: dict[str, Any] | None = None  # until it has taken a step
 
     @property
     def rate(self) -> tuple[str, float | None]:
@@ -101,17 +103,8 @@ def run_status(site: Site, folder: Path, job: Job | None) -> RunStatus:
         when=max(wrote, job.ended or job.began or job.created if job else mtime(folder / "config.toml")),
         requests=frozenset(requests if goes_on else ()),
         error=error if state in ("failed", "lost") else "",
-        preparing=_preparing(job.log) if goes_on and job and not step else None,
+        preparing=json.loads(text_of(folder / PREPARING) or "null") if is_locked else None,
     )
-
-
-def _preparing(log: str) -> tuple[str, int, int] | None:
-    """Return what a run counts before its first step: "painting general prompts", 5, 34."""
-    counts = re.findall(r"^(\D{1,60}): ([\d,]{1,15}) of ([\d,]{1,15})$", log, re.M)
-    if not counts or re.search(r"step \d+/", log):
-        return None
-    what, done, whole = counts[-1]
-    return what, int(done.replace(",", "")), int(whole.replace(",", ""))
 
 
 def _name(site: Site, folder: Path) -> str:

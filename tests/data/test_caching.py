@@ -268,7 +268,7 @@ def test_progress_counts_what_is_encoded(tmp_path: Path) -> None:
     seen: list[object] = []
     data = build(write_toml(tmp_path))
     data.cache_latents(AverageEncoder(), 2, lambda text, total: seen.append((text, total)) or seen.append)  # type: ignore[func-returns-value]
-    assert seen == [("caching latents", 3), 2, 1]
+    assert seen == [("encoding images", 3), 2, 1]
 
 
 def test_caches_go_to_cache_directory(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from library.console import Console
 from library.folder_lock import FolderLock
 from library.training.report.metrics_file import MetricsReader, average, read_run, thin
+from library.training.report.progress import Preparation
 from library.web.jobs import Job, Jobs
 from tests.web.page import ROOT, WAIT, Server, Tab, expect, serve, until
 
@@ -159,17 +161,13 @@ def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
     lock = FolderLock(run, "run")
     lock.acquire()
     assert (seen().state, seen().eta) == ("running", 12 * 0.5)
-    job = Job("y", "train", "y", (), True, str(run), 1.0, "", tmp_path, began=1.0, state="running")
-    (run / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
-    lines = ["painting general prompts: 3 of 34", "note: 12 of 40 captions are longer", "caching text: 1,000 of 2,000"]
-    for count, expected in enumerate([None, ("painting general prompts", 3, 34), ("caching text", 1000, 2000)]):
-        (tmp_path / "log.txt").write_text("\n".join(lines[: count + (count == 2)]) + "\n")
-        assert run_status(site, run, job).preparing == expected
-    assert "<span>caching text: 1000 of 2000</span>" in site.templates.get_template("parts.html").module.progress(
-        run_status(site, run, job)
-    )
-    (tmp_path / "metrics.jsonl").rename(run / "metrics.jsonl")
-    assert run_status(site, run, job).preparing is None
+    preparation = Preparation()
+    preparation.folder = run
+    preparation.plan({"encoding images": "8 (0 are cached)", "the first step": ""}, Console(quiet=True))
+    preparation.begin("encoding images", 8)
+    assert "encoding images" in site.templates.get_template("parts.html").module.progress(seen())
+    preparation.end()
+    assert seen().preparing is None
     lock.release()
     code = "import os; from pathlib import Path; from library.folder_lock import FolderLock as L; "
     code += f"L(Path({str(run)!r}), 'run').acquire(); os._exit(9)"
@@ -274,6 +272,43 @@ def test_a_run_shows_its_curves_and_samples(server: Server, tab: Tab, size: str)
     expect(tab.page.locator("#charts .uplot").first).to_be_visible()
     expect(tab.page.locator("#log")).to_contain_text("started in a terminal")
     tab.fits()
+
+
+def test_what_a_run_does_before_its_first_step_is_shown_live(server: Server, tab: Tab, size: str) -> None:
+    folder = server.output / "begins"
+    folder.mkdir()
+    lock, preparation = FolderLock(folder, "begins"), Preparation()
+    lock.acquire()
+    try:  # as a run in a terminal does
+        preparation.folder = folder
+        advance = preparation.begin("checking images", 40)
+        advance(40)
+        words = {"painting general prompts": "24 pictures of 512 x 512", "encoding images": "64 (0 are cached)"}
+        preparation.plan({**words, "the first step": "as all others"}, Console(quiet=True))
+        advance = preparation.begin("painting general prompts", 24)
+        tab.open("/run?path=output/begins")
+        steps = tab.page.get_by_role("list", name="Before the first step").get_by_role("listitem")
+        expect(steps).to_have_count(4)
+        expect(steps.nth(0)).to_have_class("done")
+        expect(steps.nth(1)).to_have_class("running")
+        expect(steps.nth(2)).to_have_class("waiting")
+        expect(steps.nth(2)).to_contain_text("64 (0 are cached)")
+        expect(tab.page.locator("#overview")).not_to_contain_text("steps")
+        time.sleep(1.1)
+        advance(3)
+        expect(steps.nth(1)).to_contain_text("3 of 24, about")
+        expect(steps.nth(1).get_by_role("progressbar")).to_have_attribute("value", "3")
+        tab.fits()
+        tab.open("/")
+        expect(tab.page.locator(".run", has_text="begins")).to_contain_text("painting general prompts: 3 of 24, about")
+        tab.open("/run?path=output/begins")
+        write_metrics(folder, 1)
+        preparation.end()
+        expect(tab.page.locator("#overview")).to_contain_text("1 steps")
+        expect(steps).to_have_count(0)
+    finally:
+        lock.release()
+        shutil.rmtree(folder)
 
 
 def add_run(server: Server, folder: Path, name: str, steps: int) -> str:

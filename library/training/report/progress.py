@@ -1,11 +1,22 @@
-"""What a person sees while a run goes on: one live line, and a summary table at its end."""
+"""What a person sees of a run: what it prepares, one live line while it trains, and a summary table at its end.
+
+*Before the first step.* A task plans its steps (:meth:`Preparation.plan`) once it has looked at the files and before
+anything takes long. Then each says when it begins; what is counted (:func:`counting`) begins by its description. Until
+the run has taken a step the list lies in ``PREPARING`` in the output folder, written about once a second, and the page
+shows it: ``{"steps": {name: words}, "name": of what is done now, "done": 3, "total": 34, "text": "3 of 34, ..."}``.
+
+A time is told only after it was measured: the first item of a step gives the first estimate, with the loading of the
+model in it; from the second item on it is left out. The list says counts and passes of the model instead, since nothing
+is known of the machine then.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,50 +33,103 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 from library.console import Console
+from library.errors import UserError
+from library.files import write_text
+from library.training.report.run_folder import PREPARING
 
+LOADING, SAMPLING, FIRST_STEP = "loading the model", "sampling", "the first step"
 _QUIET_SECONDS = 10.0
 _RECENT_SECONDS, _RECENT_STEPS, _PAUSE_SECONDS = 180.0, 10, 1.0  # by which the time that is left is told
 
 Advance = Callable[[int], None]
 
 
+class Preparation:
+    """What a run does before its first step; see the module's text.
+
+    Attributes:
+        folder: of the run's output; on the main process, while it is the run's.
+        steps: name -> words, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.steps: dict[str, str] = {}
+        self._written = 0.0
+
+    def plan(self, steps: Mapping[str, str], console: Console) -> None:
+        """Add what is to be done, and say it."""
+        self.steps |= steps
+        lines = (f"  {name}: {words}" for name, words in steps.items())
+        console.print("before the first step:", *lines, sep="\n", soft_wrap=True)
+
+    def begin(self, name: str, total: int = 0) -> Callable[[int], str]:
+        """Begin a step, planned or not; return ``advance(n)``, which counts and says how far it is."""
+        self.steps.setdefault(name, "")
+        done, before, since = 0, 0, time.monotonic()
+        self._write(0.0, name=name, done=0, total=total, text="")
+
+        def advance(by: int) -> str:
+            nonlocal done, before, since
+            done, now, text = done + by, time.monotonic(), f"{done + by:,} of {total:,}"
+            if before < done < total:
+                text += f", about {duration((total - done) * (now - since) / (done - before))} left"
+            if not before:
+                before, since = done, now
+            self._write(1.0, name=name, done=done, total=total, text=text)
+            return text
+
+        return advance
+
+    def end(self) -> None:
+        """Take the list away: the first step was taken, or there will be none."""
+        if self.folder is not None:
+            (self.folder / PREPARING).unlink(missing_ok=True)
+            self.folder = None
+
+    def _write(self, seconds: float, **now: str | int) -> None:
+        """Write the file, if it was not in the last ``seconds``."""
+        if self.folder is not None and time.monotonic() - self._written >= seconds:
+            with suppress(UserError):  # a full disk is told where something must be saved
+                write_text(self.folder / PREPARING, json.dumps({"steps": self.steps, **now}))
+            self._written = time.monotonic()
+
+
 @contextmanager
 def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
     """Yield ``start(description, total) -> advance(n)`` for countable work such as caching images.
 
-    Where the output is no terminal a line is printed at the beginning, each ``_QUIET_SECONDS`` at most, at the end.
+    A terminal has a live line of it. Elsewhere a line is printed at the beginning, each ``_QUIET_SECONDS`` at most, at
+    the end.
     """
-    if not console.is_terminal:
-        yield partial(print_progress, console)
-        return
-    with Progress(
-        TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
-    ) as bar:
-
-        def start(description: str, total: int) -> Advance:
-            task = bar.add_task(description, total=total)
-            return partial(bar.advance, task)
-
-        yield start
+    with console.status("") if console.is_terminal else nullcontext() as live:
+        yield partial(print_progress, console, live)
 
 
-def print_progress(console: Console, description: str, total: int, seconds: float = _QUIET_SECONDS) -> Advance:
-    """Print how far the work is, where there is no terminal: as it begins, each ``seconds`` at most, as it ends."""
-    done, last, alone = 0, float("-inf"), Lock()
+def print_progress(
+    console: Console, live: Status | None, name: str, total: int, seconds: float = _QUIET_SECONDS
+) -> Advance:
+    """Say how far the work is, and how long the rest takes: as it begins, each ``seconds`` at most, as it ends.
+
+    The work is a step of what the run prepares, where the console is a run's. ``live``: the line in a terminal.
+    """
+    count, done, last, alone = (console.preparation or Preparation()).begin(name, total), 0, float("-inf"), Lock()
 
     def advance(by: int) -> None:
         nonlocal done, last
         with alone:
-            done, now = done + by, time.monotonic()
-            if now - last >= seconds or done >= total:
+            done, now, line = done + by, time.monotonic(), f"{name}: {count(by)}"
+            if live is not None and done < total:
+                live.update(line)
+            elif now - last >= seconds or done >= total:
                 last = now
-                console.print(f"{description}: {done:,} of {total:,}", soft_wrap=True)
+                console.print(line, soft_wrap=True)
 
     advance(0)
     return advance

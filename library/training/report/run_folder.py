@@ -31,6 +31,7 @@ _DEPTH = 4  # folders below an output folder in which runs are looked for
 NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
 _RUN_HEADING = re.compile(r"# Tandem .*: the settings of this run")
 _SAMPLE = re.compile(r"step(\d{6,})_(\d{2,})\.png")
+PREPARING = ".preparing.json"  # in a run's folder, before its first step
 _STATE = re.compile(r"step(\d+)-state")
 
 
@@ -102,8 +103,9 @@ def defaults_of(script: Script[Any]) -> dict[str, Any]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a trainer wrote there: metrics, or the settings that it began with; a suggestion is no run."""
-    return mtime(folder / "metrics.jsonl") > 0 or _RUN_HEADING.match(text_of(folder / "config.toml") or "") is not None
+    """Return whether a trainer wrote there: metrics, its settings, or what it prepares; a suggestion is no run."""
+    wrote = any(mtime(folder / name) > 0 for name in ("metrics.jsonl", PREPARING))
+    return wrote or _RUN_HEADING.match(text_of(folder / "config.toml") or "") is not None
 
 
 def find_runs(place: Path) -> Iterator[Path]:

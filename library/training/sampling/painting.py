@@ -54,6 +54,7 @@ from networks.merging.merge import BaseWeights
 
 Encoders = tuple[ImageEncoder, TextEncoder]
 GENERAL = Path(__file__).with_name("general_prompts.toml")
+PAINTING = "painting general prompts"
 _VERSION = 2  # of how pictures are made; counted up where the same prompt gives another picture
 _LEAST_SIDE = 512  # of a square as large as a picture, which every family has been trained on
 _ROOM = 4 * GIB  # beside the weights, for a picture's activations and the autoencoder
@@ -175,8 +176,6 @@ def paint(
         if todo := missing_of(sets, accelerator.process_index, accelerator.num_processes):
             loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
             loader.changes = base_weights.changes(family.targets)
-            passes = passes_of(prompt for _, prompt in todo)
-            console.print(f"first the base paints {counted(len(todo), 'picture')}, {passes:,} passes; they are kept")
             dtype = base_dtype(config.model, config.training)
             swapped = _swapped(config, family, loader, accelerator.device)
             images = generate_images(
@@ -184,7 +183,7 @@ def paint(
                 encoders=encoders,
             )  # fmt: skip
             with counting(console) as progress:
-                advance = progress("painting general prompts", len(todo))
+                advance = progress(PAINTING, len(todo))
                 for (path, _), (prompt, image) in zip(todo, images, strict=True):
                     make_way(path)
                     save_image(image, path, {"prompt": prompt.line()})
@@ -199,6 +198,13 @@ def pictures_of(sets: Mapping[str, PaintedSet], but: Container[Path] = ()) -> Pa
     """Return the pictures of ``sets``, without those in ``but``."""
     found = {key: [path for path in each.paths if path not in but] for key, each in sets.items()}
     return Painted(found.get("preserve_prompts", ()), found.get("general_prompts", ()))
+
+
+def describe(prompts: Sequence[SamplePrompt]) -> str:
+    """Return how many pictures, of what size and in how many passes: "24 pictures of 512 x 512, 480 passes"."""
+    sizes = dict.fromkeys(f"{prompt.width} x {prompt.height}" for prompt in prompts)
+    named = names_in_short([*sizes], 2)
+    return f"{counted(len(prompts), 'picture')} of {named}, {passes_of(prompts):,} passes of the model"
 
 
 def passes_of(prompts: Iterable[SamplePrompt]) -> int:

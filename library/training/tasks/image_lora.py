@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,12 +38,10 @@ from library.data.batches import (
     collate,
     collate_or_error,
 )
-from library.data.cache import discard_damaged
-from library.data.caption_command import without_captions, write_captions
-from library.data.config import DatasetConfig
-from library.data.dataset import Painted, TrainingData, build_dataset, check_masks
-from library.data.lint import captions_of, long_captions, summarise
-from library.data.samples import Progress
+from library.data.cache import TextJob, absent, discard_damaged
+from library.data.caption_command import write_captions
+from library.data.dataset import ENCODING_CAPTIONS, ENCODING_IMAGES, Painted, TrainingData, build_dataset, check_masks
+from library.data.lint import captions_of, long_captions, refuse_damaged, summarise
 from library.errors import UserError
 from library.models.family import Family
 from library.models.family_by_name import model_family
@@ -57,6 +55,7 @@ from library.precision.recipe import plan_base, text_encoder_recipe
 from library.processes import agreed
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
+from library.training.compiling import plan_compilation
 from library.training.flow import NOISE_LEVELS
 from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
 from library.training.memory.budget import recompute_blocks
@@ -66,19 +65,12 @@ from library.training.memory.policy import advice
 from library.training.parallel.parallelize import ParallelSpec, devices_to_fill, place_blocks
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
 from library.training.plan import ImagePlan, resolve_images
-from library.training.report.progress import counting
+from library.training.report.progress import FIRST_STEP, LOADING, SAMPLING, counting
 from library.training.run_inputs import RunInputs, dataset_settings, idle_options, require_same
+from library.training.sampling import painting
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
-from library.training.sampling.painting import (
-    PaintedSet,
-    missing_of,
-    paint,
-    painted_sets,
-    pictures_of,
-    restore_captions,
-)
-from library.training.sampling.prompts import note_changes
+from library.training.sampling.prompts import SamplePrompt, note_changes
 from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
 from library.training.step_graphs import why_eager
@@ -121,7 +113,7 @@ class ImageLora(LoraTask):
     batches: EpochBatchSampler
     step: FlowStep
     teacher: Teacher | None = None
-    general: PaintedSet | None = None
+    general: painting.PaintedSet | None = None
     rings: Sequence[Ring] = ()
 
     def open(self, state: str | None = None) -> None:
@@ -174,11 +166,8 @@ class ImageLora(LoraTask):
             UserError: see ``write_captions``, ``build_dataset`` and ``check_masks``; a seam without masks; more control
                 images than the model takes.
         """
-        config, command = self.plan.config, self.plan.config.dataset.caption_command
-        with agreed("writing captions"), counting(self.console) as start:
-            if command and self.accelerator.is_main_process:
-                write_captions(command, self.plan.dataset, start)
-        self.data = data = self._dataset(self.plan.dataset, painted)
+        config, self.data = self.plan.config, self._dataset(painted)
+        data = self.data
         self.attention = self._attention_kernel()
         self.console.print(*data.describe(), sep="\n", soft_wrap=True)
         captions = captions_of([*data.listed, *(data.validation.samples if data.validation else ())])
@@ -187,19 +176,19 @@ class ImageLora(LoraTask):
         for line in [*idle_options(config, self.plan.dataset), *notes, *summarise(data.listed)]:
             self.console.print(f"note: {line}", soft_wrap=True)
 
-    def _dataset(
-        self, dataset: DatasetConfig, painted: Painted | None = None, start: Progress | None = None
-    ) -> TrainingData:
+    def _dataset(self, painted: Painted | None = None) -> TrainingData:
         config, encoder = self.plan.config, self.image_encoder
+        with agreed("writing captions"), counting(self.console) as start:
+            if config.dataset.caption_command and self.accelerator.is_main_process:
+                write_captions(config.dataset.caption_command, self.plan.dataset, start)
         data = build_dataset(
-            dataset,
+            self.plan.dataset,
             config.training.seed,
             encoder.pixel_multiple,
             encoder.latent_factor,
             config.training.prior_loss_weight,
             config.preservation,
             painted,
-            start,
         )
         check_masks(data, config.flow.masked_loss)
         check_seam(config.flow, data)
@@ -225,26 +214,46 @@ class ImageLora(LoraTask):
         """
         config, family, encoders = self.plan.config, self.family, (self.image_encoder, self.text_encoder)
         samples = self.prompts if self.shown is family else []
-        sets = painted_sets(config, self.plan.dataset, family, self.base_weights, encoders, samples)
+        sets = painting.painted_sets(config, self.plan.dataset, family, self.base_weights, encoders, samples)
         self.general = sets.get("general_prompts")
-        with agreed("looking at painted pictures"):
-            if self.accelerator.is_main_process:
-                restore_captions(sets, self.console)
         with agreed("checking images"), counting(self.console) as start:
             if self.accelerator.is_local_main_process:
-                self._look(sets, start)
-        return paint(sets, config, family, self.base_weights, encoders, self.accelerator, self.console)
+                refuse_damaged(self.plan.dataset, start)
+            if self.accelerator.is_main_process:
+                painting.restore_captions(sets, self.console)
+        share = config.preservation.preserve_share
+        if config.preservation.preserve != "none" and not config.preservation.preserve_outside_mask:
+            cost = f"a step takes about {share / 3:.0%} longer, and so many fewer teach what is new"
+            self.console.print(
+                f"preserve: {share:.0%} of the samples keep what the base answers; {cost}", soft_wrap=True
+            )
+        todo = dict(painting.missing_of(sets))
+        data = self._dataset(painting.pictures_of(sets, todo))
+        self.preparation.plan(self._steps(data, [*todo.values()]), self.console)
+        return painting.paint(sets, config, family, self.base_weights, encoders, self.accelerator, self.console)
 
-    def _look(self, sets: Mapping[str, PaintedSet], start: Progress) -> None:
-        """Decode what was not decoded before.
+    def _steps(self, data: TrainingData, to_paint: Sequence[SamplePrompt]) -> dict[str, str]:
+        """Return what is done before the first step, in words; ``data`` is without the pictures ``to_paint``."""
+        config, encoders = self.plan.config, (self.image_encoder, self.text_encoder)
+        texts = [*self._texts(data), *(TextJob(prompt.prompt) for prompt in to_paint)]
+        is_text = {path: path.parent.name == "text" for path in data.cached_files(*encoders, texts)}
+        missing = [is_text[path] for path in absent((path, path) for path in is_text)]
+        painted = f"{painting.describe(to_paint)}; once for this base, they are kept"
+        words = {painting.PAINTING: painted} if to_paint else {}
+        for name, kind, more in ((ENCODING_IMAGES, False, len(to_paint)), (ENCODING_CAPTIONS, True, 0)):
+            kept = [*is_text.values()].count(kind) - missing.count(kind)
+            words[name] = f"{missing.count(kind) + more:,} ({kept:,} are cached)"
+        words[LOADING] = config.model.pretrained_model_name_or_path
+        if config.sampling.sample_at_first and self.prompts:
+            words[SAMPLING] = painting.describe(self.prompts)
+        compiles, _ = plan_compilation(config, self.accelerator.device, config.training.max_train_steps)
+        return words | {FIRST_STEP: "compiles the model, which takes a minute or more" if compiles else "as all others"}
 
-        Raises:
-            UserError: as :meth:`read`; a line for each damaged file.
-        """
-        dataset, missing = self.plan.dataset, {path for path, _ in missing_of(sets)}
-        if self.plan.config.dataset.caption_command:
-            dataset, _ = without_captions(dataset)
-        self._dataset(dataset, pictures_of(sets, missing), start)
+    def _texts(self, data: TrainingData) -> list[TextJob]:
+        """Return what is encoded of the prompts."""
+        prompts = [*self.prompts, *(self.general.prompts if self.general else ())]
+        rules, sees = PromptImageRules.of(data), self.text_encoder.sees_references
+        return [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
 
     def cache(self) -> None:
         """Make sure that every latent and text embedding that the data and the prompts need is cached.
@@ -254,10 +263,9 @@ class ImageLora(LoraTask):
         """
         data, arguments, encoder = self.data, self.plan.config.dataset, self.text_encoder
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        prompts = [*self.prompts, *(self.general.prompts if self.general else ())]
-        rules, sees, say = PromptImageRules.of(data), encoder.sees_references, self.console.print
+        say = self.console.print
         with agreed("tidying the cache"):
-            texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
+            texts = self._texts(data)
             if self.accelerator.is_main_process:
                 tidy(data.cache_folders, say)
             if self.accelerator.is_local_main_process:  # each machine may have a cache of its own
@@ -279,6 +287,7 @@ class ImageLora(LoraTask):
         config = config.model_copy(update={"training": self.training})  # as files say it
         self.cache()
         self.teacher = prepare_teacher(config, self.state, self.data, self.accelerator, console)
+        self.preparation.begin(LOADING)
         self.load_networks()
         self.wrap_networks()
         self._hold_out()

@@ -35,6 +35,7 @@ from library.training.engine import Engine
 from library.training.optim.after_update import UpdateNorms
 from library.training.parallel.parallelize import ParallelSpec
 from library.training.plan import Plan
+from library.training.report.progress import Preparation
 from library.training.run_inputs import RESUMED, RunInputs, require_same, settings_of
 
 
@@ -67,6 +68,7 @@ class Task(ABC):
     Attributes:
         raw_config: the configuration, as given.
         plan: what the task does; of a LoRA known once it is open.
+        preparation: what is done before the first step.
         engine: what runs its steps, with the optimizer and what is trained.
         metric: what the metrics call the mean of the second value of :meth:`loss`, or of its first column.
         more_metrics: likewise the means of its further columns.
@@ -119,6 +121,7 @@ class Task(ABC):
         self.engine = Engine(self._build_accelerator(config), config.training.seed)
         self.accelerator = self.engine.accelerator
         self.console = Console(quiet=not self.accelerator.is_main_process, markup=False, highlight=False)
+        self.preparation = self.console.preparation = Preparation()
         self.names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, self.suffix)
         self.summary: dict[str, str] = {}
 
