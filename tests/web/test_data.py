@@ -457,7 +457,12 @@ def test_dropped_photos_are_taken_or_named_and_deleted_ones_come_back(server: Se
     expect(page.locator(".finding", has_text="The same file twice")).to_have_count(0)
     assert {"4.txt", "4.jpg"} <= names()  # the text is that of another image too
     assert not {"4.png", "1.jpg", "1.txt"} & names()
-    for next_undo in ("deletion of 3 images", ""):
+    expect(page.locator("#state progress")).to_have_count(0)
+    page.get_by_label("Search captions and names").fill("print.j")
+    page.get_by_role("button", name="Delete this one").click()
+    expect(page.locator("[name='undo']")).to_have_attribute("title", "deletion of 1 image")
+    assert "print.jpg" not in names()
+    for next_undo in ("deletion of 2 images", "deletion of 3 images", ""):
         expect(page.locator("#state progress")).to_have_count(0)  # which loads the screen anew
         expect(page.locator(".picture").first).to_be_visible()
         page.locator("[name='undo']").click()
