@@ -12,7 +12,6 @@ card and a CPU take the same ones.
 
 from __future__ import annotations
 
-import inspect
 import math
 import statistics
 import tempfile
@@ -280,14 +279,6 @@ def reset(device: torch.device) -> None:
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference over that of ``expected``."""
     return float((found - expected).double().norm() / expected.double().norm())
-
-
-def published_depths(family_name: str) -> tuple[int, ...]:
-    """Return how many blocks of each kind the published model has, in the order of ``Family.depths``."""
-    family = family_class(family_name)
-    published, _ = family.published_like(_NAMES.get(family_name, ""))
-    defaults = inspect.signature(family.transformer_class.__init__).parameters
-    return tuple(published.get(name, defaults[name].default) for name in family.depths)
 
 
 def text_shapes(settings: Any, tokens: int) -> dict[str, tuple[int, ...]]:

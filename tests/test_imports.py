@@ -16,11 +16,10 @@ SCRIPTS = ("train_lora", "train_llm", "ui")
 FAMILIES = {row.family.partition(":")[0] for row in MODEL_TYPES.values() if row.family}
 # file that calls importlib -> our modules that it can import so; their names stand in tables
 BY_NAME = {
-    "bench.roofline": set(),  # other programs' alone
     "library.models.family_by_name": FAMILIES,
-    "library.precision.files.int8": set(),
+    "library.precision.files.int8": set(),  # other programs' alone, here and in the next
     "library.models.registry": {*(f"{spec.rpartition('.')[0]}.files" for spec in FAMILIES), "library.models.llm.files"},
-    "library.training.memory.dry_run": set(),  # likewise
+    "library.training.memory.dry_run": set(),
     "library.training.optim.factory": {row.module for row in OPTIMIZERS.values()},
 }
 

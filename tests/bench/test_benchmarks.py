@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import sys
@@ -14,10 +15,11 @@ from gguf import GGMLQuantizationType, dequantize
 
 import bench.gpu as gpu
 import bench.train_step as train_step
-from bench.card_step import StepCase, measured, published_depths, relative_error
+from bench.card_step import _NAMES, StepCase, measured, relative_error
 from bench.families import FAMILIES, Sizes, build_transformer
 from bench.measure import Children, Job, finish, measure, measure_memory, measure_time, reason
 from bench.served_formats import as_q4_1
+from library.models.family_by_name import family_class
 from library.precision.linear import QuantizedLinear
 from tests.forked import fork_server
 from tests.precision.files.gguf_files import blocks_of
@@ -137,6 +139,14 @@ def test_products_in_eight_bits_are_near_those_in_bf16() -> None:
         found, wanted = (torch.from_numpy(rows[name]["gradients"]) for name in (base, "bf16"))
         assert 1e-3 < relative_error(found, wanted) < limit
         assert rows[base]["weights_gib"] < 0.7 * rows["bf16"]["weights_gib"]
+
+
+def published_depths(family_name: str) -> tuple[int, ...]:
+    """Return how many blocks of each kind the published model has, in the order of ``Family.depths``."""
+    family = family_class(family_name)
+    published, _ = family.published_like(_NAMES.get(family_name, ""))
+    defaults = inspect.signature(family.transformer_class.__init__).parameters
+    return tuple(published.get(name, defaults[name].default) for name in family.depths)
 
 
 def test_models_have_their_published_depths() -> None:
