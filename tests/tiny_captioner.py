@@ -113,7 +113,7 @@ def write_tiny_captioner(folder: str | Path, seed: int = 0, ends: float = 3.0) -
         model.lm_head.weight.mul_(spoken)  # whatever else there is has the logit 0
         for layer in model.model.language_model.layers:
             layer.self_attn.o_proj.weight.mul_(20)  # the picture counts
-    model.generation_config.update(eos_token_id=ids["im_end"], repetition_penalty=2.5)
+    model.generation_config.update(eos_token_id=ids["im_end"], repetition_penalty=2.5, min_new_tokens=4)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     images = Qwen2VLImageProcessorPil(

@@ -146,7 +146,8 @@ def caption(options: argparse.Namespace, tasks: list[Task], journal: Journal | N
         for task, prompt in zip(tasks[at : at + size], prompts[at : at + size], strict=True):
             with gathering(refused):
                 batch.append((task, picture_of(task), prompt))
-        answers = captioner.answers([(picture, prompt) for _, picture, prompt in batch], options.max_new_tokens)
+        asked = [(picture, prompt) for _, picture, prompt in batch]
+        answers = captioner.answers(asked, options.max_new_tokens) if asked else []
         done = min(at + size, len(tasks))
         left = duration((time.monotonic() - started) / done * (len(tasks) - done))
         for (task, _, _), (text, is_cut) in zip(batch, answers, strict=True):

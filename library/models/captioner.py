@@ -56,16 +56,14 @@ class Captioner:
         """Return the text for each picture and its prompt, and whether it was cut at ``most`` tokens."""
         import torch
 
-        if not asked:
-            return []
         with _in_a_line("the model cannot caption"), torch.inference_mode():
             given = self._inputs(asked).to(self._device, self._dtype)
             made = self._model.generate(**given, max_new_tokens=most, do_sample=False, num_beams=1)
             made = made[:, 1 if self._model.config.is_encoder_decoder else given["input_ids"].shape[1] :]
             texts = self._processor.batch_decode(made, skip_special_tokens=True)
-        ends = self._model.generation_config.eos_token_id
-        ends = set(ends) if isinstance(ends, list) else {ends}
-        return [(_plain(text), ends.isdisjoint(row)) for text, row in zip(texts, made.tolist(), strict=True)]
+            ends = torch.as_tensor(self._model.generation_config.eos_token_id, device=made.device)
+            is_cut = (~torch.isin(made, ends).any(dim=1)).tolist()
+        return [(_plain(text), cut) for text, cut in zip(texts, is_cut, strict=True)]
 
     def _inputs(self, asked: Sequence[tuple[Image, str]]) -> Any:
         if self._kind == "florence2":
@@ -89,16 +87,16 @@ def _kind_of(folder: Path, where: str) -> str:
     """Return the model_type of a model that reads pictures and writes text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as KINDS
 
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(f"{where}: is a LoRA, no whole model; {_OTHER}")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{where}: is no folder of a transformers model, as it has no config.json; {_OTHER}")
-    config = read_json(folder / "config.json")
-    if (kind := str(config.get("model_type"))) not in KINDS:
-        own = "runs Python code of its own, which is never done here"
-        raise UserError(
-            f"{where}: {own if 'auto_map' in config else f'{kind} is no model that reads pictures'}; {_OTHER}"
-        )
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    kind = str(config.get("model_type"))
+    reasons = {
+        "is a LoRA, no whole model": (folder / "adapter_config.json").is_file(),
+        "is no folder of a transformers model, as it has no config.json": not config,
+        "runs Python code of its own, which is never done here": kind not in KINDS and "auto_map" in config,
+        f"{kind} is no model that reads pictures": kind not in KINDS,
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        raise UserError(f"{where}: {reason}; {_OTHER}")
     return kind
 
 
@@ -119,7 +117,6 @@ def _load_processor(folder: Path, how: dict[str, Any]) -> Any:
     images, tokenizer = (each.from_pretrained(folder, **how) for each in (AutoImageProcessor, AutoTokenizer))
     parts = {"image_processor": images, "tokenizer": tokenizer}
     settings, _ = full.get_processor_dict(folder, **how)
-    settings = {"chat_template": tokenizer.chat_template} | settings
     return WithoutVideos.from_args_and_dict([parts.get(name) for name in full.get_attributes()], settings)
 
 

@@ -37,7 +37,6 @@ from library.web.trash import move, restore, trash
 _MOST_CARDS = 60  # that come together
 _MOST_FOLDERS, _MOST_LEVELS = 3000, 5  # that are looked through for datasets
 _OUTSIDE = "it lies outside of the folders that this page was given"
-_TRIGGER = "trigger word: "  # begins an image's mark of that
 _DATASET = re.compile(r"""^\s*dataset_config\s*=\s*["'](.+)["']""", re.MULTILINE)  # of a configuration
 _REFRESH = {"hx-refresh": "true"}
 _FOR_EVER = {"cache-control": "private, max-age=31536000, immutable"}  # its address names the look
@@ -408,18 +407,16 @@ def captions(site: Site, request: Request, form: Form) -> Response:
     jobs = [job for job in site.jobs.all() if job.kind == "captions" and job.words[1] == str(path)][:1]
     site.jobs.go_on(jobs)
     found: dict[str, Any] = _found(site, look.id) if look else {"images": []}
-    made, asked = ({}, {}) if not jobs else (jobs[0].read("result.json"), jobs[0].read("asked.json"))
-    values: dict[str, Any] = {"dataset": path, "look": look, "job": next(iter(jobs), None), "counted": counted}
-    if "form" not in request.query_params:
-        values |= {"number_of": {image["path"]: number for number, image in enumerate(found["images"])}}
-        values |= {"begun": looks[0] if looks else None, "made": made.get("images", [])}
-        far = re.findall(r"^([\d,]+) of ([\d,]+), (.+?) left: ", jobs[0].log, re.MULTILINE) if jobs else []
-        return fragment(site, request, "data.html", "captioning", far=far[-1:], **values)
-    marks = (mark for image in found["images"] for mark in image["marks"] if mark.startswith(_TRIGGER))
-    asked = {"prompt": PROMPT, "prefix": next(marks, "").removeprefix(_TRIGGER), "which": ""} | asked
-    values |= {"models": weights_in(site)["captioner"], "known": CAPTIONERS, "images": len(found["images"])}
-    without = len(_matching(site, found, {"only": "without"}))
-    return site.part("data.html", "captions", asked=asked, without=without, **values)
+    asked, made = (jobs[0].read(name) if jobs else {} for name in ("asked.json", "result.json"))
+    values: dict[str, Any] = {"dataset": path, "found": found, "counted": counted}
+    if "form" in request.query_params:
+        values |= {"models": weights_in(site)["captioner"], "known": CAPTIONERS, "prompt": PROMPT}
+        without = len(_matching(site, found, {"only": "without"}))
+        return site.part("data.html", "captions", asked=asked, without=without, **values)
+    values |= {"number_of": {image["path"]: number for number, image in enumerate(found["images"])}}
+    values |= {"look": look, "begun": next(iter(looks), None), "job": next(iter(jobs), None)}
+    far = re.findall(r"^([\d,]+) of ([\d,]+), (.+?) left: ", jobs[0].log, re.MULTILINE) if jobs else []
+    return fragment(site, request, "data.html", "captioning", far=far[-1:], made=made.get("images", []), **values)
 
 
 def start_captions(site: Site, request: Request, form: Form) -> Response:
