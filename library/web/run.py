@@ -204,13 +204,11 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
 
 
 def _pictures(folder: Path) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Return rows of kind, prompt and pictures: samples by step, then plots."""
-    rows = [
+    """Return rows of kind, prompt and pictures by step."""
+    return [
         (kind, prompt, [(str(step), address(file)) for step, file in files.items()])
         for kind, prompt, files in samples_of(folder)
     ]
-    plots = [(path.name, address(path)) for path in (*folder.glob("*.png"), *folder.glob("samples/[!s]*.png"))]
-    return rows + ([("", "Plots of the run", plots)] if plots else [])
 
 
 def address(picture: Path) -> str:

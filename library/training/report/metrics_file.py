@@ -209,7 +209,8 @@ def _chart(runs: Sequence[Run], decay: float, title: str, keys: list[str], form:
             before = "σ " if keys[0][-1] == "_" else ""
             groups = list(run.groups(keys[0]).items())[:_MOST_LINES]
             columns = {before + ", ".join(names): series for names, series in groups}
-        for kind, (label, (steps, values)) in enumerate(sorted(columns.items())):
+        kinds = [*(_LABELS[key] for key in keys if key in _LABELS), *columns]  # a curve keeps its number, and colour
+        for label, (steps, values) in sorted(columns.items()):
             values = values / 2**30 if "bytes" in keys[0] else values
             shown = [(label, average(values, decay) if form in ("noisy", "smooth") else values, False)]
             if form == "noisy" and decay > 0 and len(runs) == 1:
@@ -217,7 +218,7 @@ def _chart(runs: Sequence[Run], decay: float, title: str, keys: list[str], form:
             for text, column, faint in shown:
                 xs, ys = thin((steps, column), _POINTS)
                 numbers = [float(f"{y:.6g}") if y == y else None for y in ys.tolist()]
-                lines.append({"run": number, "kind": kind, "label": text, "faint": faint,
+                lines.append({"run": number, "kind": kinds.index(label), "label": text, "faint": faint,
                               "steps": xs.astype(int).tolist(), "values": numbers})  # fmt: skip
     drawn = [y for line in lines for y in line["values"] if y]
     is_wide = log == "auto" and bool(drawn) and min(drawn) > 0 and max(drawn) > 10 * min(drawn)

@@ -193,7 +193,7 @@ def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str) -> Non
     if prefix in _BY_LEVEL.values():
         _draw_levels(axes, runs[0], prefix)
         return
-    names = list(dict.fromkeys(name for run in runs for group in run.groups(prefix) for name in group))
+    names = sorted({name for run in runs for group in run.groups(prefix) for name in group})
     for i, run in enumerate(runs):
         for group, series in run.groups(prefix).items():
             style, width = _style(names.index(group[0])), _width(i, runs)

@@ -80,7 +80,7 @@ document.addEventListener("click", ({ target }) => {
   for (const select of [left, right]) {
     select.replaceChildren(...row.map((each) => new Option(each.textContent, each.firstChild.getAttribute("src"))));
   }
-  [left.selectedIndex, right.selectedIndex] = [0, row.indexOf(shot)];
+  [left.selectedIndex, right.selectedIndex] = [0, row.indexOf(shot) || row.length - 1]; // the first one beside the last, any other beside the first
   large.querySelector("h2").textContent = shot.parentNode.dataset.title;
   layOver();
   large.showModal();

@@ -26,7 +26,7 @@ function seriesOf(chart, line) {
     width: line.faint ? 1.3 : 1.8,
     dash: several ? [[], [8, 4], [2, 3]][line.kind % 3] : [],
     points: { show: chart.points || line.steps.length < 3, size: 6 },
-    value: (_, value) => value == null ? "–" : +value.toPrecision(4),
+    value: (_, value) => value == null ? "" : +value.toPrecision(4),
   };
 }
 
@@ -39,7 +39,7 @@ function draw() {
     const { lines } = chart;
     const log = chart.log || (chart.loss && one("#logarithmic").checked);
     const columns = lines.map(({ steps, values }) => [steps, values.map((v) => log && !(v > 0) ? null : v)]);
-    const data = uPlot.join(columns), series = [{ label: "step" }, ...lines.map((line) => seriesOf(chart, line))];
+    const data = uPlot.join(columns), series = [{ label: "step", value: (_, step) => step ?? "" }, ...lines.map((line) => seriesOf(chart, line))];
     const shape = JSON.stringify([log, series]), known = plots.get(chart.title);
     if (known?.shape === shape) { // new steps alone
       const { min, max } = known.plot.scales.x, [steps] = known.plot.data;
@@ -47,6 +47,8 @@ function draw() {
       if (min > steps[0] || max < steps.at(-1)) known.plot.setScale("x", { min, max }); // looked at closer
       continue;
     }
+    const hidden = known?.plot.series.filter((each) => !each.show).map((each) => each.label);
+    for (const each of series) each.show = !hidden?.includes(each.label);
     known?.plot.destroy();
     const box = known?.box ?? one("#charts").appendChild(document.createElement("div"));
     const faint = { stroke: colour("line"), width: 1 }, axis = { stroke: colour("quiet"), grid: faint, ticks: faint };
