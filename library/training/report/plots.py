@@ -12,9 +12,8 @@ the ``config.toml`` beside its metrics.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,20 +27,24 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from library.errors import UserError, WriteError
 from library.files import atomic_path
-from library.training.report.metrics_file import Run, Series, Values, average, read_run, thin
+from library.training.report.metrics_file import Run, Values, charts_of, read_run
 from library.training.report.run_folder import settings_of
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_LEVEL_COLOURS = ("#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#000000")  # from detail to composition
 _GREY = "#555555"  # what a legend shows that stands for every colour
 _STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
-_HELD_OUT: dict[str, Any] = {"marker": "o", "markersize": 5, "markeredgecolor": "white"}
-_HELD_OUT |= {"markeredgewidth": 0.8, "linewidth": 1.1, "linestyle": "--"}
 _BESIDE_TITLE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
-_POINTS = 2000  # drawn per line: two for each of a thousand pixels, the lowest and the highest
-_EMA_DECAY = 0.98  # where a run wrote no loss_ema
+_EMA_DECAY = 0.98  # of noisy curves
 _LR_SPAN = 1e3  # a schedule that ends at 0 is shown this far below its peak
-_BY_LEVEL = {"Loss by σ": "loss/sigma_", "Held out by σ": "val_loss/sigma_"}
+_PANELS = (
+    "Learning rate",
+    "Step size d · lr",
+    "Distance estimate d",
+    "Gradient norm",
+    "Held-out loss",
+    "Loss by noise level σ",
+    "Held-out loss by noise level σ",
+)  # of charts.toml
 _STYLE: Any = matplotlib.rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
 
 
@@ -81,42 +84,70 @@ def as_written(text: str) -> str:
 
 @matplotlib.rc_context(_STYLE)
 def draw_runs(runs: Sequence[Run], subject: str = "") -> Figure:
-    """Draw the figure: the loss at the left, the other quantities one below the other at the right.
+    """Draw the figure: the loss at the left, the other charts one below the other at the right.
 
     Axes are logarithmic where values span more than a factor of ten. ``subject`` says behind the name of a single run
     what was trained.
     """
-    panels = [
-        (title, prefix)
-        for title, prefix in (
-            ("Learning rate", "lr/"),
-            ("Distance estimate d", "d/"),
-            ("Step size d · lr", "d*lr/"),
-            ("Gradient norm", "grad_norm"),
-            ("Learnt, and changed elsewhere", "val_prior_loss"),
-            *(_BY_LEVEL.items() if len(runs) == 1 else ()),  # colour is the run, of several
-        )
-        if any(key.startswith(prefix) for run in runs for key in run.columns)
-    ]
-    has_loss = any(key in run.columns for run in runs for key in ("loss", "val_loss"))
+    charts = {chart["title"]: chart for chart in charts_of(runs, _EMA_DECAY)}
+    loss = charts.get("Loss")
+    panels = [charts[title] for title in _PANELS if title in charts]
     figure = Figure(figsize=(11, max(4.2, 1.9 * len(panels))), layout="constrained")
     FigureCanvasAgg(figure)
-    columns = [*([0] if has_loss else []), *([1] if panels else [])]
+    columns = [*([0] if loss else []), *([1] if panels else [])]
     grid = figure.add_gridspec(max(1, len(panels)), len(columns), width_ratios=[1.15, 1][2 - len(columns) :])
     first: Axes | None = None
-    if has_loss:
+    if loss:
         first = figure.add_subplot(grid[:, 0])
-        _draw_loss(first, runs)
-    for row, (title, prefix) in enumerate(panels):
+        _draw(first, loss, runs)
+    for row, panel in enumerate(panels):
         axes = figure.add_subplot(grid[row, -1], sharex=first)
         first = first or axes
-        _draw_panel(axes, runs, title, prefix)
+        _draw(axes, panel, runs)
         axes.tick_params(labelbottom=row == len(panels) - 1)
-    for lowest in {figure.axes[0 if has_loss else -1], figure.axes[-1]}:  # of each column
+    for lowest in {figure.axes[0 if loss else -1], figure.axes[-1]}:  # of each column
         lowest.set_xlabel("optimizer step")
         lowest.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     _head(figure, runs, subject)
     return figure
+
+
+def _draw(axes: Axes, chart: Mapping[str, Any], runs: Sequence[Run]) -> None:
+    """Draw a chart's lines: of one run a colour for each kind; of several a colour for each run, a style for each kind.
+
+    Lines of earlier runs are wider, so that they are seen at both sides of a later one's.
+    """
+    shown, alone = [], len(runs) == 1
+    named: dict[str, Line2D] = {}
+    for line in chart["lines"]:
+        steps, values, run, kind = line["steps"], np.array(line["values"], dtype=np.float64), line["run"], line["kind"]
+        shown.append(np.nanpercentile(values, [1.0, 99.0]) if line["faint"] else values)
+        (drawn,) = axes.plot(
+            steps,
+            values,
+            color=_colour(kind if alone else run),
+            linestyle="-" if alone else _STYLES[kind % len(_STYLES)],
+            linewidth=0.8 if line["faint"] else 1.8 + 1.2 * (len(runs) - 1 - run),
+            alpha=0.28 if line["faint"] else 1.0,
+            marker="o" if chart["points"] or len(steps) == 1 else "",
+            markersize=4.5,
+        )
+        named.setdefault(
+            line["label"], drawn if alone else Line2D([], [], color=_GREY, linestyle=drawn.get_linestyle())
+        )
+    axes.set_title(chart["title"].replace("noise level ", ""))
+    is_rate = chart["title"] == "Learning rate"
+    lowest = min(float(np.nanmax(values)) for values in shown) / _LR_SPAN if is_rate else 0.0
+    _scale(axes, shown, lowest, from_zero=is_rate)
+    if len(named) > 1:
+        axes.legend(
+            named.values(),
+            [as_written(name.removeprefix("σ ")) for name in named],
+            ncols=5,
+            columnspacing=0.7,
+            handlelength=1.4,
+            **_BESIDE_TITLE,
+        )
 
 
 def _head(figure: Figure, runs: Sequence[Run], subject: str) -> None:
@@ -131,131 +162,15 @@ def _head(figure: Figure, runs: Sequence[Run], subject: str) -> None:
     figure.legend(handles=handles, loc="outside upper left", ncols=across, fontsize=10.5)
 
 
-def _width(run: int, runs: Sequence[Run]) -> float:
-    """Return how wide a run's lines are: those of earlier runs are seen at both sides of a later one's."""
-    return 1.8 + 1.2 * (len(runs) - 1 - run)
-
-
-def _draw_loss(axes: Axes, runs: Sequence[Run]) -> None:
-    """Draw every run's loss as a moving average (one run's steps too), its validation loss as dots."""
-    shown: list[Values] = []
-    for i, run in enumerate(runs):
-        if (loss := run.columns.get("loss")) is not None:
-            shown += _draw_noisy(axes, loss, run.columns.get("loss_ema"), i, runs)
-        if (held_out := run.columns.get("val_loss")) is not None:
-            axes.plot(*held_out, color=_held_out_colour(i, runs), zorder=3, **_HELD_OUT)
-            shown.append(held_out[1])
-    axes.set_title("Loss")
-    _scale(axes, shown, margin=0.06)
-    axes.legend(handles=_loss_legend(runs), ncols=3, **_BESIDE_TITLE)
-
-
-def _draw_noisy(axes: Axes, series: Series, smooth: Series | None, number: int, runs: Sequence[Run]) -> list[Values]:
-    """Draw a run's moving average, of a single run over the steps themselves; return the values the axis must show."""
-    smooth, colour, alone = smooth or (series[0], average(series[1], _EMA_DECAY)), _colour(number), len(runs) == 1
-    if alone:
-        axes.plot(*thin(series, _POINTS), color=colour, alpha=0.28, linewidth=0.8)
-    axes.plot(*thin(smooth, _POINTS), color=colour, linewidth=_width(number, runs), **_dot(smooth))
-    return [smooth[1], np.nanpercentile(series[1], [1.0, 99.0])] if alone else [smooth[1]]
-
-
-def _dot(series: Series) -> dict[str, Any]:
-    """Return what makes a series of one value visible: a line through one point has no length."""
-    return {"marker": "o", "markersize": 4.5} if len(series[0]) == 1 else {}
-
-
-def _loss_legend(runs: Sequence[Run]) -> list[Line2D]:
-    colour = _colour(0) if len(runs) == 1 else _GREY
-    entries = []
-    if any("loss" in run.columns for run in runs):
-        entries.append(Line2D([], [], color=colour, linewidth=2, label="moving average"))
-        if len(runs) == 1:
-            entries.insert(0, Line2D([], [], color=colour, alpha=0.35, linewidth=1, label="each step"))
-    if any("val_loss" in run.columns for run in runs):
-        held_out = _held_out_colour(0, runs) if len(runs) == 1 else _GREY
-        entries.append(Line2D([], [], color=held_out, label="held-out data", **_HELD_OUT))
-    return entries
-
-
-def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str) -> None:
-    """Draw one quantity of every run and parameter group."""
-    axes.set_title(title)
-    shown: list[Values] = []
-    if prefix == "grad_norm":
-        for i, run in enumerate(runs):
-            if (series := run.columns.get(prefix)) is not None:
-                shown += _draw_noisy(axes, series, None, i, runs)
-        _scale(axes, shown)
-        return
-    if prefix == "val_prior_loss":
-        _draw_learnt(axes, runs)
-        return
-    if prefix in _BY_LEVEL.values():
-        _draw_levels(axes, runs[0], prefix)
-        return
-    names = sorted({name for run in runs for group in run.groups(prefix) for name in group})
-    for i, run in enumerate(runs):
-        for group, series in run.groups(prefix).items():
-            style, width = _style(names.index(group[0])), _width(i, runs)
-            axes.plot(*thin(series, _POINTS), color=_colour(i), linestyle=style, linewidth=width, **_dot(series))
-            shown.append(series[1])
-    lowest_peak = min(float(np.nanmax(values)) for values in shown)
-    _scale(axes, shown, lowest=lowest_peak / _LR_SPAN if prefix == "lr/" else 0.0, from_zero=True)
-    if prefix == "lr/" and any(len(run.groups(key)) > 1 for run in runs for key in ("lr/", "d/")):
-        handles = [
-            Line2D([], [], color=_GREY, linestyle=_style(j), label=as_written(name)) for j, name in enumerate(names)
-        ]
-        axes.legend(handles=handles, ncols=4, handlelength=2.6, **_BESIDE_TITLE)
-
-
-def _draw_learnt(axes: Axes, runs: Sequence[Run]) -> None:
-    """Draw by how much the held-out loss fell, and how far the model is from the base on other prompts.
-
-    Both are mean squared differences of velocities, so they share the axis.
-    """
-    shown: list[Values] = []
-    for key, label, style in (("val_loss", "learnt", "-"), ("val_prior_loss", "elsewhere", "--")):
-        measured = [i for i, run in enumerate(runs) if {key, "val_prior_loss"} <= run.columns.keys()]
-        for i in measured:  # of a run that holds nothing out only the second
-            steps, values = runs[i].columns[key]
-            shown.append(values[0] - values if key == "val_loss" else values)
-            colour = _COLOURS[key != "val_loss"] if len(runs) == 1 else _colour(i)
-            name = label if i == measured[0] else "_"  # once in the legend
-            axes.plot(steps, shown[-1], color=colour, marker="o", markersize=4, linestyle=style, label=name)
-    _scale(axes, shown, linear=True)
-    axes.legend(ncols=2, columnspacing=1.0, **_BESIDE_TITLE)
-
-
-def _draw_levels(axes: Axes, run: Run, prefix: str) -> None:
-    """Draw a run's loss at each noise level: in training as a moving average, held out as it was measured."""
-    shown: list[Values] = []
-    for (level, *_), colour in zip(sorted(run.groups(prefix)), itertools.cycle(_LEVEL_COLOURS), strict=False):
-        steps, values = run.columns[prefix + level]
-        if prefix == "loss/sigma_":
-            values = average(values, _EMA_DECAY)
-        style = _HELD_OUT if prefix.startswith("val") else {"linewidth": 1.6, **_dot((steps, values))}
-        axes.plot(*thin((steps, values), _POINTS), color=colour, label=level.replace("-", "–"), **style)
-        shown.append(values)
-    _scale(axes, shown, from_zero=True)
-    axes.legend(ncols=5, columnspacing=0.7, handlelength=1.0, handletextpad=0.3, **_BESIDE_TITLE)
-
-
-def _scale(
-    axes: Axes,
-    shown: Sequence[Values],
-    linear: bool = False,
-    margin: float = 0.1,
-    lowest: float = 0.0,
-    from_zero: bool = False,
-) -> None:
-    """Choose an axis and its limits from the values shown: logarithmic over a decade, unless it is to be ``linear``.
+def _scale(axes: Axes, shown: Sequence[Values], lowest: float, from_zero: bool, margin: float = 0.1) -> None:
+    """Choose an axis and its limits from the values shown: logarithmic over a decade, or linear.
 
     A logarithmic axis does not go below ``lowest``; a linear one begins at 0 with ``from_zero``.
     """
     values = np.concatenate([np.asarray(v, dtype=np.float64) for v in shown])
     values = values[np.isfinite(values)]
     positive = values[values > 0]
-    if not linear and positive.size and positive.max() / positive.min() > 10:
+    if positive.size and positive.max() / positive.min() > 10:
         low, high = math.log10(max(positive.min(), lowest)), math.log10(positive.max())
         room = margin * max(high - low, 0.3)
         axes.set_yscale("log")
@@ -303,11 +218,3 @@ def _distinct_names(runs: Sequence[Path]) -> list[str]:
 
 def _colour(run: int) -> str:
     return _COLOURS[run % len(_COLOURS)]
-
-
-def _held_out_colour(run: int, runs: Sequence[Run]) -> str:
-    return _COLOURS[1] if len(runs) == 1 else _colour(run)
-
-
-def _style(group: int) -> Literal["-", "--", ":", "-."]:
-    return _STYLES[group % len(_STYLES)]
