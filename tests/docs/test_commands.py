@@ -192,10 +192,10 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
             else []
         )
         rest += [*SHORT, *rank, *([] if WHOLE & {*rest} else tokenizers)]
-        for deep in {deep for config, deep in DEEP.items() if f"configs/{config}.toml" in rest}:
-            if not (place / f"models/{deep}.safetensors").exists():
-                shutil.copy(DEEP_MODELS[deep](place / deep), place / f"models/{deep}.safetensors")
-            rest += ["--pretrained_model_name_or_path", f"models/{deep}.safetensors"]
+    for deep in {deep for config, deep in DEEP.items() if f"configs/{config}.toml" in rest}:
+        if not (place / f"models/{deep}.safetensors").exists():
+            shutil.copy(DEEP_MODELS[deep](place / deep), place / f"models/{deep}.safetensors")
+        rest += ["--pretrained_model_name_or_path", f"models/{deep}.safetensors"]
     if script == "tools/precision_report.py":
         rest += ["--images", "1", "--sigmas", "0.5", "--steps", "2"]
     elif "--dataset_config" in rest and script in CALIBRATED:
