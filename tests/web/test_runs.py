@@ -163,7 +163,7 @@ def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
     assert (seen().state, seen().eta) == ("running", 12 * 0.5)
     preparation = Preparation()
     preparation.folder = run
-    preparation.plan({"encoding images": "8 (0 are cached)", "the first step": ""}, Console(quiet=True))
+    preparation.plan({"encoding images": "8 new, 0 cached", "the first step": ""}, Console(quiet=True))
     preparation.begin("encoding images", 8)
     assert "encoding images" in site.templates.get_template("parts.html").module.progress(seen())
     preparation.end()
@@ -283,7 +283,7 @@ def test_what_a_run_does_before_its_first_step_is_shown_live(server: Server, tab
         preparation.folder = folder
         advance = preparation.begin("checking images", 40)
         advance(40)
-        words = {"painting general prompts": "24 pictures of 512 x 512", "encoding images": "64 (0 are cached)"}
+        words = {"painting general prompts": "24 pictures of 512 x 512", "encoding images": "64 new, 0 cached"}
         preparation.plan({**words, "the first step": "as all others"}, Console(quiet=True))
         advance = preparation.begin("painting general prompts", 24)
         tab.open("/run?path=output/begins")
@@ -292,7 +292,7 @@ def test_what_a_run_does_before_its_first_step_is_shown_live(server: Server, tab
         expect(steps.nth(0)).to_have_class("done")
         expect(steps.nth(1)).to_have_class("running")
         expect(steps.nth(2)).to_have_class("waiting")
-        expect(steps.nth(2)).to_contain_text("64 (0 are cached)")
+        expect(steps.nth(2)).to_contain_text("64 new, 0 cached")
         expect(tab.page.locator("#overview")).not_to_contain_text("steps")
         time.sleep(1.1)
         advance(3)

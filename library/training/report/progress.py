@@ -125,9 +125,9 @@ def print_progress(
         nonlocal done, last
         with alone:
             done, now, line = done + by, time.monotonic(), f"{name}: {count(by)}"
-            if live is not None and done < total:
-                live.update(line)
-            elif now - last >= seconds or done >= total:
+            if live is not None:
+                live.update(Text(line if done < total else " "))
+            if done >= total or (live is None and now - last >= seconds):
                 last = now
                 console.print(line, soft_wrap=True)
 

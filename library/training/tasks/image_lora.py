@@ -242,7 +242,7 @@ class ImageLora(LoraTask):
         words = {painting.PAINTING: painted} if to_paint else {}
         for name, kind, more in ((ENCODING_IMAGES, False, len(to_paint)), (ENCODING_CAPTIONS, True, 0)):
             kept = [*is_text.values()].count(kind) - missing.count(kind)
-            words[name] = f"{missing.count(kind) + more:,} ({kept:,} are cached)"
+            words[name] = f"{missing.count(kind) + more:,} new, {kept:,} cached"
         words[LOADING] = config.model.pretrained_model_name_or_path
         if config.sampling.sample_at_first and self.prompts:
             words[SAMPLING] = painting.describe(self.prompts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +15,8 @@ from rich.console import Console
 from library.config import load_config
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
-from library.training.report.progress import RemainingTime, TrainingProgress, print_summary
+from library.console import Console as OwnConsole
+from library.training.report.progress import RemainingTime, TrainingProgress, counting, print_summary
 from tests.runs import arguments, run, write_base, write_dataset
 
 STEP = {
@@ -124,3 +126,16 @@ def test_pauses_count_by_how_often_they_come() -> None:
     assert max(told_so[:100]) == pytest.approx(1000)  # one validation says nothing of the next
     assert told_so[-1] == pytest.approx(1000 + 1000 / 50 * 100)
     assert RemainingTime().of(100) == 0
+
+
+def test_a_terminal_has_one_live_line_that_ends_with_the_count() -> None:
+    stream = io.StringIO()
+    console = OwnConsole(file=stream, force_terminal=True, width=80, markup=False, highlight=False)
+    with counting(console) as start:
+        advance = start("encoding [red]images", 3)
+        for _ in range(3):
+            advance(1)
+        console.print("note: afterwards")
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert "encoding [red]images: 3 of 3\n" in shown
+    assert "of 3" not in shown.partition("note: afterwards")[2]
