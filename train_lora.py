@@ -17,6 +17,7 @@ from library.config.chat_schema import ChatTrainConfig
 from library.config.load import load_and_tell, names_language_model
 from library.config.scripts import LANGUAGE_LORA, LORA, Script
 from library.errors import exit_on_user_error
+from library.models.hub import index_on_hub
 from library.processes import one_of_several
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run one training from the command line; a run that was stopped from outside leaves with an exit code."""
     script: Script[Any] = LANGUAGE_LORA if names_language_model(sys.argv[1:]) else LORA
-    if exit_code := train(load_and_tell(script, sys.argv[1:])).stop_request.exit_code:
+    if exit_code := train(load_and_tell(script, sys.argv[1:], index_on_hub)).stop_request.exit_code:
         raise SystemExit(exit_code)
 
 

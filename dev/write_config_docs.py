@@ -20,10 +20,11 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from library.config.family_defaults import FAMILY
+from library.config.family_defaults import FAMILY, KIND
 from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, Flag
 from library.config.markers import MustMatch, OnlyWith, listed
 from library.config.model_types import MODEL_TYPES, Tool, kohya_trainers
+from library.config.published_models import CARDS, MODEL, Fit, fit, link, published_models
 from library.config.rules import LAYOUTS, LORA_MATRIX, PRETRAIN_MATRIX, Row
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.files import write_text
@@ -40,7 +41,7 @@ def json_schema(script: Script = LORA) -> str:
         keys = {key: value for key, value in section.model_json_schema()["properties"].items() if key in own}
         for key in keys.values():
             key.pop("title", None)
-            if key.get("default") == FAMILY:  # no value that a key may have
+            if key.get("default") in (FAMILY, KIND):  # no value that a key may have
                 del key["default"]
         description = (section.__doc__ or "").strip().split("\n")[0]
         properties[name] = {"type": "object", "description": description, "properties": keys}
@@ -68,7 +69,7 @@ def options_page(script: Script = LORA) -> str:
         for key, field in section_fields(script, section).items():
             value = field.get_default()
             default = "required" if field.is_required() else "" if value is None else f"`{json.dumps(value)}`"
-            default = value if value is FAMILY else default
+            default = value if value in (FAMILY, KIND) else default
             lines.append(
                 f"| `{key}` | {_type(keys[key])} | {default} | {field.description} | {_goes_with(key, field)} |"
             )
@@ -165,6 +166,45 @@ def _fate(flag: Flag) -> tuple[str, str]:
     return "refused", "; ".join(filter(None, (flag.why, flag.instead)))
 
 
+MODELS_INTRODUCTION = """# Models
+
+A configuration begins with a model: set `pretrained_model_name_or_path` to its name on the Hugging Face hub, which is
+then downloaded, or to a single file with its parts beside it. `model_type` follows from the model; of several kinds the
+edit model is trained if the dataset has `control_directory`. `make docs` writes this page from
+`library/config/models.toml`, which names its sources.
+
+A column for a card names the ready configuration that fits at 1024 x 1024 and batch size 1, samples included, and the
+flags beside it; set the model in it. Of a distilled model, train the base and use the LoRA on the distilled one, which
+`sample_model` shows. A gated model's licence is accepted on its page; then log in with `hf auth login`.
+"""
+
+
+def models_page() -> str:
+    """Return the Markdown page of the published models: configurations by card, and where the files are."""
+    heads = ["model", "`model_type`", *(f"{card} GB" for card in CARDS), "download", "licence", "single files"]
+    lines = [MODELS_INTRODUCTION, f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for row in published_models():
+        files = (f"[{key.replace(MODEL, 'transformer')}]({link(place)})" for key, place in row.files.items())
+        size = f"{row.gigabytes:g} GB" if row.gigabytes else ""
+        facts = [size, row.licence + ", gated" * bool(row.gated), ", ".join(files)]
+        for kind in row.model_types:
+            cells = [_settings(fit(kind, row.size, card)) for card in CARDS]
+            if row.train_on:
+                adapter = (
+                    f", or set `base_weights` to [{Path(row.adapter).name}]({link(row.adapter)})" if row.adapter else ""
+                )
+                cells = [f"distilled: train {row.train_on}{adapter}", *[""] * (len(CARDS) - 1)]
+            lines.append(f"| {' | '.join([f'[{row.label}]({link(row.hub)})', f'`{kind}`', *cells, *facts])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _settings(chosen: Fit | None) -> str:
+    if chosen is None:
+        return "none"
+    name, _, flags = chosen.count.partition(" ")
+    return f"[{Path(name).stem}](../{name})" + f" `{flags}`" * bool(flags)
+
+
 def main() -> None:
     """Write the generated files."""
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
@@ -175,6 +215,7 @@ def main() -> None:
         ROOT / "configs/llm/train_lora.schema.json": json_schema(LANGUAGE_LORA),
         ROOT / "docs/llm_lora_options.md": options_page(LANGUAGE_LORA),
         KOHYA_PAGE: kohya_page(),
+        ROOT / "docs/models.md": models_page(),
     }
     for path, text in pages.items():
         write_text(path, text)

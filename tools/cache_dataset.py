@@ -21,6 +21,7 @@ from library.config import TrainConfig
 from library.config.load import load_and_tell
 from library.config.scripts import LORA
 from library.errors import exit_on_user_error
+from library.models.hub import index_on_hub
 from library.processes import one_of_several, watched
 from tools.command import training_tool_parser
 
@@ -49,7 +50,7 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
 def main() -> None:
     """Cache one dataset from the command line."""
     _, flags = training_tool_parser(__doc__).parse_known_args()
-    config = load_and_tell(LORA, flags)
+    config = load_and_tell(LORA, flags, index_on_hub)
     from library.training.signals import interruptible
 
     with interruptible("what is cached is kept, and the same command goes on from it"):

@@ -23,6 +23,7 @@ from typing import cast, get_args
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
+from library.config.kinds import likely_type
 from library.config.markers import MOST_STEPS
 from library.config.model_types import BLANKS, IMAGE_MODELS, MODEL_TYPES
 from library.console import Console
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     top = tool_parser(__doc__)
     model = top.add_argument_group("the reference")
     model.add_argument("--model", required=True, help="bf16 model: diffusers folder, or transformer file")
-    model.add_argument("--model_type", choices=IMAGE_MODELS, default="flux", help="architecture family")
+    model.add_argument("--model_type", choices=IMAGE_MODELS, help="default: as the model says")
     add_model_parts(model)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRAs, of any layout")
     model.add_argument(
@@ -232,12 +233,13 @@ def variant_of(options: argparse.Namespace) -> Variant:
         raise UserError("--deploy_strength: a merged file has its strength in it; remove one of the two flags")
     if not options.lora and (merge or options.deploy_merged or options.deploy_strength != 1.0):
         raise UserError("--deploy_lora, --deploy_merged, --deploy_strength: there is no LoRA; give --lora")
-    row = MODEL_TYPES[options.model_type]
+    model_type = options.model_type or likely_type(str(options.model))
+    row = MODEL_TYPES[model_type]
     parts = {name: getattr(options, f"deploy_{name}") for name in TEXT_FILES}
     for name in (name for name, path in parts.items() if path and name not in row.files):
-        raise UserError(f"--deploy_{name}: {options.model_type} has no such file; it has {', '.join(row.files)}")
+        raise UserError(f"--deploy_{name}: {model_type} has no such file; it has {', '.join(row.files)}")
     if options.deploy_t5_tokens and "t5xxl" not in row.files:
-        raise UserError(f"--deploy_t5_tokens: {options.model_type} has no T5; remove it")
+        raise UserError(f"--deploy_t5_tokens: {model_type} has no T5; remove it")
     vae = {"ae" if "ae" in row.files else "vae": options.deploy_vae}
     return Variant(
         weights=True,

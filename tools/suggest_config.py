@@ -21,7 +21,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
-from library.config.published_models import find_published
 from library.config.schema import ModelConfig
 from library.errors import UserError, counted, exit_on_user_error
 from library.files import broken_link, write_text
@@ -98,9 +97,6 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
             raise UserError(f"--{flag}: has no meaning for --kind {kind}; remove it, or choose {' or '.join(kinds)}")
     model = answer(options, "model", "Base model: file, diffusers folder, or name on the hub")
     path = Path(model).expanduser()
-    if not path.exists() and find_published(model) is None:
-        unknown = f"{model} is neither here nor a name that is known; correct --model, or say which family it is"
-        answer(options, "model_type", unknown, among=IMAGE_MODELS)
     model_type, arguments = suggestion.find_model_type(model, kind, options.model_type)
     wanted = MODEL_TYPES[model_type].files if takes_parts(path) else ()
     parts = {key: answer(options, key, ModelConfig.model_fields[key].description or key) for key in wanted}

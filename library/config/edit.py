@@ -75,7 +75,7 @@ def lacks(key: str, given: Mapping[str, Any], script: Script[Any]) -> str:
     known = fields(script)
     values = {k: None if f.is_required() else f.get_default() for k, (_, f) in known.items()} | dict(given)
     types = tuple(name for name, row in MODEL_TYPES.items() if key in row.keys)
-    if types and values.get("model_type", types[0]) not in types:
+    if types and given.get("model_type", types[0]) not in types:
         return f"model_type = {listed(types)}"
     markers = [one for one in known[key][1].metadata if isinstance(one, OnlyWith) and one.unmet(values)]
     return ", ".join(map(str, markers)).replace("`", "")

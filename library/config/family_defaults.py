@@ -18,6 +18,7 @@ from library.config.optimizer_types import estimates_step_size
 from library.files import read_toml
 
 FAMILY: Any = "the family's"  # an option's default, as help, page and docs print it
+KIND: Any = "the model's"  # likewise of model_type, which is set as a configuration is read
 
 
 @cache

@@ -27,17 +27,19 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from library.config.kinds import Ask, model_type_of
 from library.config.kohya.flags import FLAGS
 from library.config.kohya.translate import find_tool, summary, translate
 from library.config.kohya.translation import Note
 from library.config.markers import asks_for_nothing, is_nothing, words_of
-from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES, PATHS
+from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODELS, MODEL_TYPES, PATHS
+from library.config.published_models import MODEL
 from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from library.config.scripts import LORA, REMOVED_KEYS, Schema, Script, fields, section_fields, sections
 from library.config.synonyms import meant_by
 from library.errors import UserError, did_you_mean, nearest_of
-from library.files import MOST_TOML_BYTES, parse_toml, read_text, read_toml, written_path
+from library.files import MOST_TOML_BYTES, parse_toml, read_text, written_path
 
 _SAME_WORD = 0.8  # similarity above which an unknown key of a kohya's configuration is taken for a misspelt one
 _MOST_HINTS = 200  # unknown keys of a file for which one that may be meant is looked for
@@ -77,15 +79,9 @@ def load_config(argv: Sequence[str], notes: list[Note] | None = None) -> TrainCo
 
 def names_language_model(argv: Sequence[str]) -> bool:
     """Return whether ``model_type``, a flag or a key of the TOML file, is one of a language model."""
-    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--model_type", "--config_file"):
-        flags.add_argument(name, nargs="?")
-    known, _ = flags.parse_known_args(argv)
-    if known.model_type is not None or known.config_file is None:
-        return known.model_type in LANGUAGE_MODELS
-    with suppress(Exception):  # named when the file is loaded
-        tables, _ = read_toml(toml_path(known.config_file))
-        return any(key == "model_type" and value in LANGUAGE_MODELS for key, value in _flattened(tables, set()))
+    with suppress(UserError):  # said when the configuration is loaded
+        words = [word for word in argv if word not in ("-h", "--help")]
+        return read_arguments(words).values.get("model_type") in LANGUAGE_MODELS
     return False
 
 
@@ -105,16 +101,21 @@ def load_for(script: Script[Schema], argv: Sequence[str], notes: list[Note] | No
     return checked(read_arguments(argv, script), script, notes)
 
 
-def load_and_tell(script: Script[Schema], argv: Sequence[str]) -> Schema:
-    """Return what :func:`load_for` does; its notes are printed, by one process of several."""
+def load_and_tell(script: Script[Schema], argv: Sequence[str], ask: Ask | None = None) -> Schema:
+    """Return what :func:`load_for` does; its notes are printed, by one process of several.
+
+    ``ask`` tells of models that are not here (``library.config.kinds``).
+    """
     notes = list[Note]()
-    config = load_for(script, argv, notes)
+    config = checked(read_arguments(argv, script), script, notes, ask)
     if notes and os.environ.get("RANK", "0") == "0":
         print(*summary(notes), sep="\n")
     return config
 
 
-def checked(given: RawConfig, script: Script[Schema], notes: list[Note] | None = None) -> Schema:
+def checked(
+    given: RawConfig, script: Script[Schema], notes: list[Note] | None = None, ask: Ask | None = None
+) -> Schema:
     """Return the validated configuration that ``given`` keys make; arguments and errors as of :func:`load_for`."""
     values, origins, uncertain = given.values, given.origins, given.meant
     became, problems = list(given.notes), list(given.problems)
@@ -125,12 +126,29 @@ def checked(given: RawConfig, script: Script[Schema], notes: list[Note] | None =
         uncertain |= {note.key for note in translation.notes if note.outcome == "refused"}
         uncertain |= {"dataset_config"} if translation.dataset else set()
         became, problems = [*became, *translation.notes], [*problems, *translation.problems()]
+        wrong, told = _set_kind(values, origins, ask)
+        uncertain |= {"model_type"} if wrong else set()
+        became, problems = [*became, *told], [*problems, *wrong]
     config, unfit, overridden = _validate(values, origins, uncertain, script)
     if config is None or problems or unfit:
         raise UserError(*problems, *unfit, *(note.line() for note in given.notes))
     if notes is not None:
         notes.extend([*became, *overridden])
     return config
+
+
+def _set_kind(
+    values: dict[str, Any], origins: Mapping[str, str], ask: Ask | None = None
+) -> tuple[list[str], list[Note]]:
+    """Set ``model_type`` as the model has it; return a line if it is not known, and notes on the model."""
+    if not values.get(MODEL) or values.get("model_type") not in (None, *IMAGE_MODELS):  # what is wrong, the schema says
+        return [], []
+    try:
+        found, lines = model_type_of(values, ask)
+    except UserError as error:
+        return [f"{origins.get(MODEL, MODEL)}: {str(error).removeprefix(f'{MODEL} ').removeprefix(f'{MODEL}: ')}"], []
+    values |= {"model_type": found} if found else {}
+    return [], [Note(MODEL, "note", line, origins.get(MODEL, MODEL)) for line in lines]
 
 
 def read_arguments(argv: Sequence[str], script: Script[Any] = LORA) -> RawConfig:
@@ -238,6 +256,7 @@ def validated(values: dict[str, Any], origins: dict[str, str], notes: list[Note]
     Raises:
         UserError: a line for every value that does not fit, and for options that exclude each other.
     """
+    _set_kind(values, origins)
     config, problems, others = _validate(values, origins, (), LORA)
     if config is None or (problems and notes is None):
         raise UserError(*problems)

@@ -27,6 +27,7 @@ class ModelType:
     Attributes:
         title: what people call the architecture.
         family: where its class is, "module:name"; empty for language models, which are known by their files.
+        transformer, pipeline: diffusers' classes. words: in a file's name they tell this variant from others.
         files: keys that say where the parts of a model lie whose transformer is a single file.
         tokenizers: keys of tokenizers -> the folder that has each in a diffusers pipeline.
         settings: other keys of the section ``model`` that not every family takes.
@@ -42,6 +43,9 @@ class ModelType:
 
     title: str
     family: str = ""
+    transformer: str = ""
+    pipeline: str = ""
+    words: tuple[str, ...] = ()
     files: tuple[str, ...] = ("vae", "text_encoder")
     tokenizers: Mapping[str, str] = field(default_factory=lambda: {"qwen_tokenizer": "tokenizer"})
     settings: tuple[str, ...] = ()

@@ -154,5 +154,15 @@ def hub_instead(model: PublishedModel) -> dict[str, Any]:
     return {MODEL: model.hub} | dict.fromkeys(model.parts, "")
 
 
+def download_instead(given: str, option: str) -> str:
+    """Return what a message adds on a missing file: where it is had, and the name on the hub to set instead of it."""
+    places = {PurePath(place).name: place for row in published_models() for place in row.files.values()}
+    where = f"; the file: {link(place)}" if (place := places.get(PurePath(given).name)) else ""
+    if option != MODEL or (model := find_published(given)) is None:
+        return where
+    size = f" ({model.gigabytes:g} GB)" if model.gigabytes else ""
+    return f"; or set it to {model.hub}, which is downloaded{size}, and leave out {', '.join(model.parts)}{where}"
+
+
 def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())

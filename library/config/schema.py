@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from library.config.family_defaults import FAMILY
+from library.config.family_defaults import FAMILY, KIND
+from library.config.kinds import likely_type
 from library.config.markers import (
     MOST,
     MOST_GUIDANCE,
@@ -96,7 +97,7 @@ class ModelConfig(Section):
     """The base model and where its parts lie."""
 
     model_type: Literal[IMAGE_MODELS] = Field(  # type: ignore[valid-type]
-        "flux", description="architecture family; flux: FLUX.1 dev and schnell"
+        KIND, description="architecture family, which follows from the model; flux: FLUX.1 dev and schnell"
     )
     pretrained_model_name_or_path: str = Field(
         description="diffusers folder or its transformer folder, a transformer file (BFL's flux1-dev.safetensors or "
@@ -143,6 +144,13 @@ class ModelConfig(Section):
     vae_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="dtype in which images are encoded and decoded on a GPU; auto follows base_dtype"
     )
+
+    @model_validator(mode="after")
+    def _has_kind(self) -> ModelConfig:
+        """Set an unset ``model_type`` as the model alone tells it; a whole configuration also asks its dataset."""
+        if self.model_type is KIND:
+            self.__dict__["model_type"] = likely_type(self.pretrained_model_name_or_path)
+        return self
 
 
 class PrecisionConfig(Section):

@@ -19,8 +19,8 @@ from library.errors import UserError
 from library.fidelity.calibration import CalibrationPlan
 from library.fidelity.merge import compensate
 from library.files import atomic_path, read_json
+from library.model_folders import pipeline_index
 from library.models.family_by_name import family_class
-from library.models.hub import pipeline_index
 from library.precision.checkpoint import WeightFiles
 from library.precision.names import LayoutKind
 from library.precision.recipe import Recipe

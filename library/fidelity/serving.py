@@ -27,10 +27,10 @@ from library.errors import UserError, counted
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.fidelity.deployed import DeployedWeights, LoadedWeights
 from library.fidelity.servers import SUMMED_IN, Merge, Server, usual_server
+from library.model_folders import pipeline_index
 from library.models.blocks import AttentionProcessor
 from library.models.family import Family
 from library.models.family_by_name import model_family
-from library.models.hub import pipeline_index
 from library.models.vae import ImageEncoder
 from library.precision.activations import InputRounding, round_heads, round_inputs, roundings
 from library.precision.checkpoint import ServedInput, WeightFiles

@@ -15,7 +15,7 @@ from typing import Any
 
 from library.errors import UserError
 from library.files import read_json_lines, reading
-from library.models.hub import snapshot_of
+from library.model_folders import snapshot_of
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 _ROWS = 1024  # read at once

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from library.checksums import fingerprint, weights_fingerprint
 from library.conditions import NO_CONDITIONS, Conditions
+from library.config.kinds import refuse_other_kind
 from library.config.model_types import MODEL_TYPES, ConditionKind
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError, names_in_short, reason_of
@@ -79,7 +80,6 @@ class Family:
         depths: arguments of it that count blocks.
         image_encoder: the class that reads its autoencoder.
         published_scheduler: arguments of the scheduler, for models in single files.
-        published_pipeline: diffusers' class that a folder names.
         sampler: diffusers' class that samples. sampler_options: arguments of its call that are always the same.
         guidance_argument, cfg_argument: the arguments that take the guidance input's value and the strength of
             classifier-free guidance; "" where there is none. cfg_offset: what the pipeline adds to the latter.
@@ -108,7 +108,6 @@ class Family:
     depths: tuple[str, ...]
     image_encoder: type[ImageEncoder]
     published_scheduler: Mapping[str, Any] = {}
-    published_pipeline: str
     sampler: Any
     sampler_options: Mapping[str, Any] = {}
     guidance_argument = ""
@@ -288,6 +287,7 @@ class Family:
         """Find and check the files of ``config``; nothing is loaded."""
         self.config, self.files = config, locate(config, self.layout)
         self.modelspec_architecture = self.targets.architecture
+        refuse_other_kind(str(self.files.transformer), self.name)
         self.check_variant()
         self.distilled = self.says_distilled()
         self.image_encoder.describe(WeightFiles(self.files.vae))
@@ -309,7 +309,7 @@ class Family:
         return self.files.transformer_config.get(name, default)
 
     def check_variant(self) -> None:
-        """Refuse a transformer that is another variant than ``name``; set what depends on the transformer's config.
+        """Refuse a transformer that no family here is; set what depends on the transformer's config.
 
         Here that is how many channels the latents have whose patches are its tokens.
         """
@@ -321,9 +321,6 @@ class Family:
         settings = {} if index is None else read_config(index.parent, index.name)
         name = Path(self.config.pretrained_model_name_or_path).name.lower()
         return bool(settings.get("is_distilled", "turbo" in name))
-
-    def check_trainable(self) -> None:
-        """Refuse a variant that can be sampled and not trained, with what to train in its place."""
 
     def check_text_encoders(self) -> None:
         """Refuse files that are no text encoders of this family; headers only."""

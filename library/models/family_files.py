@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from library.config.model_types import MODEL_TYPES
 from library.models.layer_names import KeyNames, count_blocks, original_key_map
 from library.models.weights import KeyMap
 from library.precision.checkpoint import WeightFiles
@@ -33,9 +34,7 @@ class FamilyFiles:
     """How the models of a family are kept.
 
     Attributes:
-        title: of the architecture, for messages.
         model_type: the family's first; its rows in ``library.models.inspection`` name it too.
-        transformer: diffusers' class.
         arguments: from the shapes of a file, under diffusers' names, to the arguments of that class.
         keys, norms: names of a file that are not diffusers' (``library.models.layer_names``).
         vae, text_encoders, tokenizers: the other parts.
@@ -43,9 +42,7 @@ class FamilyFiles:
         variants: tensor -> a variant that has it and is not supported.
     """
 
-    title: str
     model_type: str
-    transformer: str
     arguments: Callable[[Shapes], dict[str, Any]]
     keys: KeyNames
     vae: Part
@@ -54,6 +51,16 @@ class FamilyFiles:
     norms: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
     variants: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Return what people call the architecture."""
+        return MODEL_TYPES[self.model_type].title
+
+    @property
+    def transformer(self) -> str:
+        """Return diffusers' class."""
+        return MODEL_TYPES[self.model_type].transformer
 
     def key_map(self, weights: WeightFiles, prefix: str) -> KeyMap:
         """Return where each parameter of the transformer lies in ``weights``, whatever the layout of their names."""

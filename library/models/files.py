@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from library.config.architectures import UNKNOWN, recognise_below
 from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import UserError
+from library.model_folders import pipeline_index, pipeline_of
 from library.models.family_files import FamilyFiles, Part
-from library.models.hub import find_model, pipeline_index, pipeline_of
-from library.models.inspection import UNKNOWN, is_lora, recognise_below
+from library.models.hub import find_model
+from library.models.inspection import is_lora
 from library.models.layer_names import original_key_map
 from library.models.registry import family_modules
 from library.models.weights import read_config
@@ -156,40 +158,16 @@ def file_arguments(weights: WeightFiles, family: FamilyFiles) -> tuple[str, dict
         raise UserError(f"{weights.path}: tensor {error} is missing; the file is incomplete or another model") from None
 
 
-def transformer_of(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the ``model_type`` and the transformer's arguments of a pipeline's folder or a transformer file.
-
-    Of a family's variants, which headers do not always tell apart, it is the first.
-    """
-    families, arguments, what = family_files(), dict[str, Any](), "of no known layout"
+def transformer_arguments(path: Path, model_type: str) -> dict[str, Any]:
+    """Return the arguments of the transformer's class, from the settings in a folder or the header of a file."""
     if path.is_dir():
-        arguments = read_config(_transformer_in(path))
-        what = f"a {arguments.get('_class_name')}"
-        found = next((one for one in families if one.transformer == arguments.get("_class_name")), None)
-    else:
-        weights = WeightFiles(path)
-        _, architecture = recognise_below(weights.names)
-        found = next((one for one in families if one.model_type == architecture.model_type), None)
-        if found is not None:
-            _, arguments = file_arguments(weights, found)
-    if found is None:
-        titles = ", ".join(one.title for one in families)
-        raise UserError(f"{path}: {what}, no family of this version; give one of {titles}")
-    return found.model_type, arguments
+        return read_config(_transformer_in(path))
+    return file_arguments(WeightFiles(path), files_of(model_type))[1]
 
 
-def refuse_other_kind(path: Path, model_type: str) -> None:
-    """Look at headers, and refuse a model of another family than ``model_type``, or another variant of it.
-
-    Raises:
-        UserError: it is that, or no model.
-    """
-    (found, arguments), wanted = transformer_of(path), MODEL_TYPES[model_type]
-    fill = (arguments.get("in_channels") == 384) == (wanted.conditioning == "fill")
-    guided = found != "flux2_klein" or bool(arguments.get("guidance_embeds")) == wanted.takes_guidance
-    if MODEL_TYPES[found].title != wanted.title or not (fill and guided):
-        another = [MODEL_TYPES[found].title, "Fill" * (arguments.get("in_channels") == 384)]
-        raise UserError(f"{path}: is {' '.join(another).strip()}, no {model_type}; set the model_type that it is")
+def files_of(model_type: str) -> FamilyFiles:
+    """Return the row of a ``model_type``'s family."""
+    return next(row for row in family_files() if row.title == MODEL_TYPES[model_type].title)
 
 
 def family_files() -> list[FamilyFiles]:

@@ -21,49 +21,22 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from library.config.published_models import MODEL, download_instead
 from library.errors import UserError, counted, nearest_of, reason_of
-from library.files import broken_link, read_text
+from library.files import broken_link, read_json
+from library.model_folders import INDEXES, pipeline_index, pipeline_of, snapshot_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".toml", ".index")
 _READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # what is read of a folder
 _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # of a language model without safetensors
+_SMALL_PART = "scheduler"  # of every pipeline: what is downloaded to read its index
 _COPIES = ("*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*", "*.non_ema*")  # in another precision
-_INDEXES = ("model_index.json", "modular_model_index.json")  # diffusers' of a pipeline, and of a modular one
-
-
-def pipeline_index(folder: Path) -> Path | None:
-    """Return the file that tells of the parts of the pipeline in ``folder``; None: there is no pipeline."""
-    return next((folder / name for name in _INDEXES if (folder / name).is_file()), None)
-
-
-def pipeline_of(path: Path) -> Path | None:
-    """Return the pipeline's folder that ``path`` is, or whose ``transformer`` it is; None: there is no pipeline."""
-    folders = (path, path.parent) if path.name == "transformer" else (path,)
-    return next((folder for folder in folders if path.is_dir() and pipeline_index(folder)), None)
 
 
 def takes_parts(path: Path) -> bool:
     """Return whether the model in ``path`` is a transformer alone, beside which options name the other parts."""
     return path.exists() and pipeline_of(snapshot_of(path)) is None
-
-
-def snapshot_of(path: Path, option: str = "") -> Path:
-    """Return the snapshot in a folder of the hub's cache (``models--owner--name``); any other path as it is.
-
-    Raises:
-        UserError: there are several, and ``refs/main`` names none of them.
-    """
-    folder = path.parent if path.name == "snapshots" else path
-    if not (folder / "snapshots").is_dir() or (path / "config.json").is_file() or pipeline_index(path):
-        return path
-    main, found = folder / "refs" / "main", sorted((folder / "snapshots").iterdir())
-    if main.is_file():
-        found = [each for each in found if each.name == read_text(main).strip()]
-    if len(found) != 1:
-        where = f"{option} {path}".lstrip()
-        raise UserError(f"{where}: no snapshot that refs/main names; give one of {folder / 'snapshots'}")
-    return found[0]
 
 
 def find_model(
@@ -102,9 +75,15 @@ def find_model(
     if not is_name:
         raise UserError(
             f"{option} {str(given)!r} does not exist; give a local file or folder, or a name on the Hugging Face hub, "
-            "owner/name"
+            f"owner/name{download_instead(name, option)}"
         )
     return _from_hub(name, option, is_pipeline, frozenset(without), part)
+
+
+def index_on_hub(name: str) -> dict[str, Any]:
+    """Return the ``model_index.json`` of a pipeline on the hub; raises what :func:`find_model` does."""
+    root = find_model(name, MODEL, True, part=_SMALL_PART)
+    return read_json(index) if (index := pipeline_index(root)) else {}
 
 
 def _misspelt(path: Path) -> Path | None:
@@ -143,8 +122,10 @@ def _from_hub(name: str, option: str, is_pipeline: bool | None, without: frozens
         except (errors.HTTPError, errors.OfflineModeIsEnabled):
             return _cached(name, is_pipeline, without, part)
         files = [sibling.rfilename for sibling in info.siblings or []]
-        if index := next((each for each in _INDEXES if each in files), None):
+        if index := next((each for each in INDEXES if each in files), None):
             allowed = _pipeline_patterns(Path(hub.hf_hub_download(name, index, revision=info.sha)), without, part)
+        elif part == _SMALL_PART:
+            raise UserError(f"{option}: {name} has no {INDEXES[0]}, so it is no diffusers pipeline; give one")
         else:
             allowed = _folder_patterns(name, files, option, is_pipeline)
         return _download(name, allowed, option, _spare(files))
@@ -172,9 +153,7 @@ def _command(name: str, is_pipeline: bool | None) -> str:
     """Return the command that fetches what is read of a model, and little more."""
     if is_pipeline is None:
         return f"hf download {name}"
-    return f"hf download {name} " + (
-        f'--include "*/*" --include "*{_INDEXES[0]}"' if is_pipeline else '--exclude "*/*"'
-    )
+    return f"hf download {name} " + (f'--include "*/*" --include "*{INDEXES[0]}"' if is_pipeline else '--exclude "*/*"')
 
 
 def _spare(files: Collection[str]) -> tuple[str, ...]:
@@ -212,7 +191,7 @@ def _cached(name: str, is_pipeline: bool | None, without: Collection[str], part:
     """Return the copy in the cache if it is complete; raise LocalEntryNotFoundError if not."""
     import huggingface_hub as hub
 
-    cached = (hub.try_to_load_from_cache(name, each) for each in _INDEXES)
+    cached = (hub.try_to_load_from_cache(name, each) for each in INDEXES)
     if index := next((each for each in cached if isinstance(each, str)), None):
         return _snapshot(name, _pipeline_patterns(Path(index), without, part), local_files_only=True)
     if is_pipeline:
@@ -260,7 +239,7 @@ def _without_bars() -> Iterator[None]:
 def _snapshot(name: str, allowed: tuple[str, ...], spare: Sequence[str] = _COPIES, **how: Any) -> Any:
     import huggingface_hub as hub
 
-    of_a_folder = () if any(index in allowed for index in _INDEXES) else ("*/*",)
+    of_a_folder = () if any(index in allowed for index in INDEXES) else ("*/*",)
     found = hub.snapshot_download(name, allow_patterns=list(allowed), ignore_patterns=[*spare, *of_a_folder], **how)
     return Path(found) if isinstance(found, str) else found
 

@@ -8,48 +8,20 @@ parameters. Format: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from library.checksums import shards_of
+from library.config.architectures import recognise_below
 from library.errors import UserError, printable
 from library.files import broken_link
-from library.models.hub import pipeline_index, snapshot_of
-from library.models.layer_names import Architecture
-from library.models.registry import all_modules
+from library.model_folders import pipeline_index, snapshot_of
 from library.precision.checkpoint import quantized_file
-from library.precision.files.file_tensors import MODEL_PREFIXES, FileTensors
+from library.precision.files.file_tensors import FileTensors
 from library.safetensors_io import TensorEntry, find_index, read_entries, weight_files
-
-UNKNOWN = Architecture("unknown architecture", ())
-
-
-@functools.cache
-def architectures() -> tuple[Architecture, ...]:
-    """Return the rows of all families, language models last: a row matches what an earlier one leaves."""
-    return tuple(row for module in all_modules() for row in module.ARCHITECTURES)
-
-
-def recognise(names: Collection[str]) -> Architecture:
-    """Return the first architecture all of whose marks are among the tensor ``names``, else :data:`UNKNOWN`."""
-    for row in architectures():
-        if all(any(re.fullmatch(mark, name) for name in names) for mark in row.marks):
-            return row
-    return UNKNOWN
-
-
-def recognise_below(names: Collection[str]) -> tuple[str, Architecture]:
-    """Return what stands before a transformer's names, of :data:`MODEL_PREFIXES`, and its architecture."""
-    for prefix in MODEL_PREFIXES:
-        inside = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-        if inside and (found := recognise(inside)) is not UNKNOWN:
-            return prefix, found
-    return "", UNKNOWN
-
 
 _PREFIXES = re.compile(
     r"(model\.diffusion_model\.|diffusion_model\.|vae\.|first_stage_model\.|cond_stage_model\."

@@ -41,23 +41,6 @@ MOST_BLOCKS = 100  # of any model here
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """One naming of one architecture.
-
-    Attributes:
-        name: for people.
-        marks: regular expressions; each must match a whole tensor name.
-        facts: label -> (tensor, axis): a size worth telling; axis None tells whether the tensor is there.
-        model_type: of a transformer, the family's first; "" of its other parts.
-    """
-
-    name: str
-    marks: tuple[str, ...]
-    facts: tuple[tuple[str, str, int | None], ...] = ()
-    model_type: str = ""
-
-
-@dataclass(frozen=True)
 class KeyRow:
     """One original module and the diffusers modules stacked in it: templates with ``{i}`` for the block.
 
@@ -317,7 +300,6 @@ class NameTables(NamedTuple):
     norms: tuple[tuple[str, str], ...]
     vae: tuple[tuple[str, str], ...]
     targets: tuple[LoraTargets, ...]
-    architectures: tuple[Architecture, ...]
 
 
 def read_names(folder: Path) -> NameTables:
@@ -330,8 +312,8 @@ def read_names(folder: Path) -> NameTables:
       expressions in an autoencoder's names = what takes their place.
     * ``[lora]``: fields of :class:`LoraTargets`; ``families`` are its rows, with the fields that are others there. A
       layer group has a name and a pattern, or ``default`` too; those of a row come after the common ones.
-    * ``[[text_encoders]]``, ``[[architectures]]``: fields of :class:`TextEncoderTargets` and :class:`Architecture`; a
-      fact without an axis tells whether the tensor is there.
+    * ``[[text_encoders]]``: fields of :class:`TextEncoderTargets`. ``[[architectures]]``: see
+      ``library.config.architectures``.
     """
     tables = _frozen(read_toml(folder / "names.toml")[0])
     keys = KeyNames(_rows(tables["keys"]), _rows(tables.get("lora_keys", ())))
@@ -345,12 +327,8 @@ def read_names(folder: Path) -> NameTables:
         LoraTargets(**shared | row | {"family": name, "layer_groups": _groups(groups | row.get("layer_groups", {}))})
         for name, row in families.items()
     )
-    architectures = tuple(
-        Architecture(**row | {"facts": tuple((*fact, None)[:3] for fact in row.get("facts", ()))})
-        for row in tables["architectures"]
-    )
     norms, vae = (tuple(tables.get(name, {}).items()) for name in ("norms", "vae"))
-    return NameTables(keys, norms, vae, targets, architectures)
+    return NameTables(keys, norms, vae, targets)
 
 
 def _frozen(value: Any) -> Any:

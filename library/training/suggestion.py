@@ -20,8 +20,9 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from library.config.family_defaults import presets, tables
+from library.config.kinds import kind_of
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
-from library.config.published_models import Fit, find_published, fit, fits
+from library.config.published_models import Fit, fit, fits
 from library.config.schema import DatasetArguments
 from library.data.config import LEAST_TO_HOLD_OUT, load_dataset_config
 from library.data.file_index import list_folder
@@ -29,10 +30,11 @@ from library.data.samples import Sample, scan
 from library.data.sources import captioned
 from library.errors import UserError, printable
 from library.files import read_toml, toml_text
+from library.model_folders import pipeline_of
 from library.models.captioner import CAPTIONERS
 from library.models.family_by_name import family_class
-from library.models.files import pipeline_class, transformer_of
-from library.models.hub import find_model, pipeline_of
+from library.models.files import transformer_arguments
+from library.models.hub import find_model, index_on_hub
 from library.training.memory.budget import GIB
 from library.training.sampling import painting
 from library.training.sampling.prompts import usual_prompt
@@ -90,27 +92,14 @@ def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[s
     Raises:
         UserError: it is not trained for this kind, or of another family than ``given``.
     """
-    path, arguments, pipeline = Path(model).expanduser(), dict[str, Any](), ""
-    known = find_published(model)
-    names = list(known.model_types) if known else [given] if given else []
-    if path.exists():
-        path = find_model(path, "--model")
-        found, arguments = transformer_of(path)
-        pipeline = pipeline_class(root) if (root := pipeline_of(path)) else ""
-        names = [name for name in IMAGE_MODELS if MODEL_TYPES[name].title == MODEL_TYPES[found].title]
-    able = [name for name in IMAGE_MODELS if (family_class(name).conditioning == "references") == (kind == "edit")]
+    path, found = Path(model).expanduser(), kind_of(model, None if given else index_on_hub)
+    names = (*found.likely, *found.possible, *([given] if given and not found.possible else ()))
+    able = [name for name in IMAGE_MODELS if (MODEL_TYPES[name].conditioning == "references") == (kind == "edit")]
     fitting = [name for name in names if name in able and given in (None, name)]
     if not fitting:
         raise UserError(f"--kind {kind}: {model} is no {given or 'model'} for it; take {', '.join(able)}")
-
-    def alike(name: str) -> list[bool]:
-        family = family_class(name)
-        is_fill, is_guided = arguments.get("in_channels") == 384, bool(arguments.get("guidance_embeds"))
-        fits = [family.published_pipeline == pipeline, (family.conditioning == "fill") == is_fill]
-        is_plus = any(word in path.name.lower() for word in ("2509", "2511", "plus"))  # Qwen-Image-Edit's later ones
-        return [*fits, family.guidance_input == is_guided, ("plus" in name) == is_plus]
-
-    return max(fitting, key=alike), arguments
+    here = find_model(path, "--model") if path.exists() else path
+    return fitting[0], transformer_arguments(pipeline_of(here) or here, fitting[0]) if here.exists() else {}
 
 
 def choose_memory(model_type: str, model: str, arguments: Mapping[str, Any], gpu_memory: int | None) -> Fit:

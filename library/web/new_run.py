@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from library.config.edit import NAME, edited, lacks, option, read, shown
 from library.config.family_defaults import FAMILY, settled, tables
+from library.config.kinds import hub_instead_of_missing, kind_of
 from library.config.kohya.command import paths_read
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
@@ -26,11 +28,12 @@ from library.config.load import RawConfig, checked, read_keys, toml_path
 from library.config.markers import split_pairs
 from library.config.model_types import MODEL_FILE_KEYS
 from library.config.optimizer_types import OPTIMIZERS
+from library.config.published_models import MODEL
 from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections
 from library.config.synonyms import synonyms
 from library.errors import UserError
 from library.files import decoded, parse_json, read_text, read_toml
-from library.models.hub import takes_parts
+from library.models.hub import index_on_hub, takes_parts
 from library.training.report.run_folder import (
     defaults_of,
     find_runs,
@@ -88,16 +91,19 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
     except UserError as error:
         return {"text": text, "errors": {}, "problems": [{"line": str(error), "changes": {}}], "values": None}
     values, known, errors, problems = given.values, fields(script), dict[str, str](), []
-    lines, notes, _ = _against(site, script, given, is_new=True)
+    lines, notes, full = _against(site, script, given, is_new=True)
+    typed = values | {key: full[key] for key in ("model_type",) if key in full}
     for line in lines:
         key, message = found.groups() if (found := _LINE.match(line)) else ("", line)
-        content = message.partition(", such as ")[2] if key in ("output_dir", "output_name") else ""
+        instead = hub_instead_of_missing(values) if key == MODEL else {}
+        named = message.partition(", such as ")[2] if key in ("output_dir", "output_name") else ""
+        content = named or instead.get(key, "")
         stands = content or (key and (key in values or line.startswith(NAME)))
         problems.append(
             {
                 "line": line,
                 "key": key,
-                "changes": {key: content, **_renamed(content, values)} if stands else {},
+                "changes": {key: content, **_renamed(content, values), **instead} if stands else {},
                 "offers": f"Take {content}" if content else "Remove",
             }
         )
@@ -109,8 +115,8 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
         "errors": errors,
         "notes": notes,
         "values": {key: shown(values[key]) if key in values else "" for key in known},
-        "defaults": _of_family(values, script) | _named(values),
-        "unmet": {key: f"goes with {others}" for key in known if (others := lacks(key, values, script))},
+        "defaults": _of_family(typed, script) | _named(values),
+        "unmet": {key: f"goes with {others}" for key in known if (others := lacks(key, typed, script))},
     }
 
 
@@ -139,13 +145,22 @@ def _renamed(folder: str, values: Values) -> Values:
 def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) -> tuple[list[str], list[str], Values]:
     """Return what stands against running a configuration, a line each; its notes; and its values."""
     notes, values, lines = list[Note](), dict(given.values), list[str]()
+    hidden: Values = {}
+    for key in (MODEL, "dataset_config"):
+        try:
+            site.roots.refuse_paths_outside(values.get(key), key)
+        except UserError:
+            hidden[key] = values[key]
+    read_in = replace(given, values=values | dict.fromkeys(hidden, ""))  # nothing outside is looked into
     try:
-        config = checked(given, script, notes)
+        config = checked(read_in, script, notes, index_on_hub)
         values = {key: value for section in config.model_dump().values() for key, value in section.items()}
     except UserError as error:
         lines = re.sub(r"set it in the TOML file or with --\w+", "fill it in", str(error)).splitlines()
+        if script is LORA and (likely := kind_of(str(read_in.values.get(MODEL, ""))).likely):
+            values.setdefault("model_type", likely[0])
     taken = _against_output(site, values | _named(given.values)) if is_new else []
-    lines += [*_refused(site, values, script), *taken]
+    lines += [*_refused(site, values | hidden, script), *taken]
     if not lines and script is LORA:
         lines += filter(None, [reason_against(config)])
     return lines, summary(notes), values
@@ -163,7 +178,8 @@ def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list
             if key in _MADE and value:
                 site.roots.find(str(value), output=key == "output_dir")
             # "owner/name", of which there is no folder, is a model of the hub
-            if path and not path.exists() and (path.suffix in _NAMED or path.parent.is_dir()):
+            said = key == MODEL and script is LORA  # as it was checked
+            if path and not said and not path.exists() and (path.suffix in _NAMED or path.parent.is_dir()):
                 raise UserError(f"no such file or folder: {value}")
             if path and key == "dataset_config" and path.exists():
                 tables = read_toml(path, "check dataset_config")[0] if path.is_file() else {}

@@ -1,6 +1,6 @@
 """What the trainer will say first of a model and a dataset, asked of a process of its own: looking needs torch.
 
-    python -m library.web.trainable MODEL MODEL_TYPE DATASET SEED     # DATASET: the configuration's section as JSON
+    python -m library.web.trainable MODEL DATASET SEED     # MODEL, DATASET: the configuration's sections as JSON
 
 prints the reason against them in UTF-8, or nothing. Headers are read and images listed; nothing is decoded or stored.
 """
@@ -17,7 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from library.config.model_types import MODEL_TYPES
-from library.config.schema import DatasetArguments, TrainConfig
+from library.config.published_models import MODEL
+from library.config.schema import DatasetArguments, ModelConfig, TrainConfig
 from library.errors import printable
 from library.web.jobs import ROOT
 
@@ -26,8 +27,7 @@ _KEPT, _MOST_SECONDS = 30, 60  # how long an answer holds, how long one may take
 
 def reason_against(config: TrainConfig) -> str:
     """Return in a line what the trainer would refuse of model and dataset, "" if nothing; an answer holds 30 s."""
-    model, dataset, seed = config.model, config.dataset.model_dump_json(), config.training.seed
-    words = (str(model.pretrained_model_name_or_path), model.model_type, dataset, str(seed))
+    words = (config.model.model_dump_json(), config.dataset.model_dump_json(), str(config.training.seed))
     return _answer(words, int(time.monotonic() / _KEPT))
 
 
@@ -47,17 +47,17 @@ def _answer(words: tuple[str, ...], period: int) -> str:
     return printable(said)
 
 
-def _look(model: str, model_type: str, dataset: str, seed: str) -> str:
+def _look(model: str, dataset: str, seed: str) -> str:
     from library.data.config import load_dataset_config  # with torch, which the page does without
     from library.data.samples import scan
-    from library.models.files import refuse_other_kind
+    from library.models.files import files_of, locate
 
-    arguments, path = DatasetArguments.model_validate_json(dataset), Path(model).expanduser()
-    kind = MODEL_TYPES[model_type]
-    key = "pretrained_model_name_or_path"
+    arguments, config = DatasetArguments.model_validate_json(dataset), ModelConfig.model_validate_json(model)
+    kind, key = MODEL_TYPES[config.model_type], MODEL
+    paths = [path for option in (MODEL, *kind.files) if (path := getattr(config, option))]
     try:
-        if path.exists():
-            refuse_other_kind(path, model_type)
+        if all(Path(path).expanduser().exists() for path in paths):  # what is on the hub is not downloaded
+            locate(config, files_of(config.model_type))
         key = "dataset_config"
         found = load_dataset_config(arguments.dataset_config, arguments, kind.conditioning)
         with tempfile.TemporaryDirectory() as scratch:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 pytest.importorskip("tomlkit")
 
 from library.config.edit import edited, kinds_of, shown
-from library.config.family_defaults import FAMILY
+from library.config.family_defaults import FAMILY, KIND
 from library.config.load import read_keys
 from library.config.markers import words_of
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, sections
@@ -43,7 +43,7 @@ def valid(key: str, script: Script[Any], draw: random.Random) -> Any:
     required = {
         k: f.get_default() if not f.is_required() else (words_of(f.annotation) or ("x",))[0]
         for k, f in schema.model_fields.items()
-        if f.default is not FAMILY
+        if f.default not in (FAMILY, KIND)
     }
     required = {
         k: [v] if get_origin(schema.model_fields[k].annotation) is list and v == "x" else v for k, v in required.items()

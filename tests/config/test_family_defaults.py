@@ -44,7 +44,7 @@ def published(model_type: str) -> dict[str, Any]:
         parameters = [inspect.signature(block.__init__).parameters for block in blocks]
         return {name: p.default for each in parameters for name, p in each.items()
                 if name in ("num_inference_steps", "guidance_scale") and p.default is not p.empty}  # fmt: skip
-    call = inspect.signature(getattr(diffusers, family_class(model_type).published_pipeline).__call__).parameters
+    call = inspect.signature(getattr(diffusers, MODEL_TYPES[model_type].pipeline).__call__).parameters
     wanted = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "height")
     return {name: call[name].default for name in wanted if name in call}
 

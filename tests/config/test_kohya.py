@@ -66,6 +66,7 @@ def test_the_example_of_sd_scripts_gives_the_settings_it_means() -> None:
     """blocks_to_swap aside, which is the one thing in it that depends on the version."""
     given, notes = _loaded([flag for flag in FLUX_EXAMPLE if "blocks_to_swap" not in flag])
     assert given == {
+        "model_type": "flux",
         "pretrained_model_name_or_path": "flux1-dev.safetensors",
         "clip_l": "clip_l.safetensors",
         "t5xxl": "t5xxl_fp16.safetensors",

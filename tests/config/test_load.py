@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dev.write_config_docs import json_schema, options_page
+from dev.write_config_docs import json_schema, models_page, options_page
 from library.config import load_config
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
@@ -249,6 +249,7 @@ def test_help_lists_every_key_under_its_section(capsys: pytest.CaptureFixture[st
 def test_the_json_schema_and_the_options_page_are_up_to_date() -> None:
     assert (ROOT / "configs/train_lora.schema.json").read_text(encoding="utf-8") == json_schema()
     assert (ROOT / "docs/options.md").read_text(encoding="utf-8") == options_page()
+    assert (ROOT / "docs/models.md").read_text(encoding="utf-8") == models_page()
     assert set(json.loads(json_schema())["properties"]) == set(fields()) | set(sections())
 
 

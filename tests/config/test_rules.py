@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from library.config import load_config
-from library.config.family_defaults import FAMILY
+from library.config.family_defaults import FAMILY, KIND
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
 from library.config.load import load_for
@@ -106,7 +106,7 @@ def test_options_that_markers_name_are_there_and_defaults_conflict_with_nothing(
                 marked = any(isinstance(m, OnlyFor) for m in field.metadata)  # refused wherever it would do nothing
                 assert marked or not marker.needs.keys().isdisjoint(known), f"{key}: has no effect here; add an OnlyFor"
     defaults = {key: field.get_default() for key, (_, field) in known.items() if not field.is_required()}
-    defaults = {key: value for key, value in defaults.items() if value is not FAMILY}
+    defaults = {key: value for key, value in defaults.items() if value not in (FAMILY, KIND)}
     assert list(find_conflicts(_config(script, **(defaults | REQUIRED[script])))) == []
 
 

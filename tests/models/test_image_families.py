@@ -18,6 +18,7 @@ from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import Family
@@ -208,7 +209,7 @@ def pipeline(model: Model) -> Any:
         return CalledAsOthers(flux3_reference(model.folder))
     if model.name == "qwen_image_21":
         return tiny_21_loaded(model.folder)
-    return quiet(getattr(diffusers, family_class(model.name).published_pipeline).from_pretrained(model.folder))
+    return quiet(getattr(diffusers, MODEL_TYPES[model.name].pipeline).from_pretrained(model.folder))
 
 
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
@@ -283,9 +284,9 @@ def test_missing_parts_and_other_models_are_refused_in_one_line(model: Model, tm
     }
     assert_refused(files.model_config, wanted)
     with pytest.raises(UserError, match=f'{model.case.title}, not FLUX.1; set model_type = "{model.name}"'):
-        model_family(ModelConfig(pretrained_model_name_or_path=str(files.transformer)))
+        model_family(ModelConfig(model_type="flux", pretrained_model_name_or_path=str(files.transformer)))
     with pytest.raises(UserError, match=f'not FluxTransformer2DModel; set model_type = "{model.name}"'):
-        model_family(ModelConfig(pretrained_model_name_or_path=str(model.folder)))
+        model_family(ModelConfig(model_type="flux", pretrained_model_name_or_path=str(model.folder)))
 
 
 TABLES = {"flux": (tiny_flux_pipeline, tiny_flux_inputs), "qwen_image": (tiny_qwen_pipeline, tiny_qwen_inputs)}

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
+from library.model_folders import snapshot_of
 from library.models.family import Family
 from library.models.family_by_name import model_family, with_transformer
 from library.models.flux.files import FLUX_KEYS, FLUX_TARGETS
-from library.models.hub import find_model, snapshot_of
+from library.models.hub import find_model
 from library.models.inspection import weight_sets
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe

@@ -15,10 +15,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from library.conditions import Conditions
+from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError
 from library.models.family import SampleSettings
-from library.models.family_by_name import family_class, model_family
+from library.models.family_by_name import model_family
 from library.models.flux.files import FLUX_TARGETS
 from library.models.registry import lora_targets
 from library.safetensors_io import write_safetensors
@@ -253,7 +254,7 @@ def test_split_files_with_a_lora_draw_what_diffusers_draws(kind: str, tmp_path: 
     ]
     (path,) = image(parser().parse_args(flags))
 
-    pipeline: Any = getattr(diffusers, family_class(kind).published_pipeline).from_pretrained(base)
+    pipeline: Any = getattr(diffusers, MODEL_TYPES[kind].pipeline).from_pretrained(base)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.load_lora_weights(str(lora), adapter_name="lora")
     pipeline.set_adapters(["lora"], [0.5])

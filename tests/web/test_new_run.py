@@ -21,11 +21,13 @@ pytest.importorskip("starlette")
 pytest.importorskip("multipart")
 
 from library.config.edit import edited
-from library.config.load import load_for
+from library.config.load import checked, load_for, read_arguments
 from library.config.markers import words_of
+from library.config.published_models import MODEL
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.errors import UserError
 from library.files import toml_text
+from library.models.hub import index_on_hub
 from library.web.access import AllowedRoots
 from library.web.jobs import Jobs
 from library.web.new_run import examine, form_of, start
@@ -81,7 +83,7 @@ def test_what_the_trainer_says_of_model_and_dataset_is_said_before_the_start(sit
     (tmp_path / "none/images").mkdir(parents=True)
     (tmp_path / "none/dataset.toml").write_text((tmp_path / "data/dataset.toml").read_text())
     errors = examine(site, other, pretrains=False)["errors"]
-    assert "is FLUX.1, no z_image" in errors["pretrained_model_name_or_path"]
+    assert "is FLUX.1 (flux), not z_image" in errors["pretrained_model_name_or_path"]
     errors = examine(site, other.replace('"z_image"', '"flux"'), pretrains=False)["errors"]
     assert "images" in errors["dataset_config"]
     (tmp_path / "output/runA").mkdir(parents=True)
@@ -134,7 +136,7 @@ def _loaded(text: str, script: Script[Any], path: Path) -> Any:
     """Return what the trainer makes of a text: a configuration, or its lines."""
     path.write_text(text, encoding="utf-8")
     try:
-        return load_for(script, ["--config_file", str(path)])
+        return checked(read_arguments(["--config_file", str(path)], script), script, None, index_on_hub)
     except UserError as error:
         return str(error).replace(str(path), "configuration").splitlines()
 
@@ -171,7 +173,8 @@ def test_a_text_goes_through_the_form_and_means_the_same(
 REFUSED = {
     "unknown": 'network_dimm = 4\nlerning_rate = 1\nzzz = 1\n[dataset]\ndataset_config = "d"',
     "wrong": 'network_dim = "many"\nlr_scheduler = "cosin"\nfp8_base = 7\n',
-    "excluding": 'pretrained_model_name_or_path = "m"\ndataset_config = "d"\nfp8_base = true\nfp8_scaled = true\n'
+    "excluding": 'model_type = "flux"\npretrained_model_name_or_path = "m"\ndataset_config = "d"\nfp8_base = true\n'
+    "fp8_scaled = true\n"
     "torch_compile = true\nshard = 2\nhuber_c = 0.3\n",
     "twice": "seed = 1\n[training]\nseed = 2\n",
     "broken": 'seed = \n"',
@@ -244,7 +247,8 @@ def test_several_processes_are_started_by_torchrun_with_the_script_that_the_text
 @pytest.mark.parametrize(
     ("key", "path", "is_said"),
     [
-        ("pretrained_model_name_or_path", "owner/name-1.5", False),  # of the hub
+        ("pretrained_model_name_or_path", "black-forest-labs/FLUX.1-dev", False),  # of the hub
+        ("pretrained_model_name_or_path", "owner/name-1.5", True),  # which is asked
         ("pretrained_model_name_or_path", "name", True),
         ("pretrained_model_name_or_path", "models/gone.safetensors", True),
         ("ae", "./gone", True),
@@ -257,8 +261,9 @@ def test_a_path_that_is_not_there_is_said_at_its_field(key: str, path: str, is_s
     (site.roots.outputs[0] / "here.toml").touch()
     path = path.format(output=site.roots.outputs[0])
     found = examine(site, f'{key} = "{path}"', pretrains=False)
-    lines = [one["line"] for one in found["problems"] if one["key"] == key and "no such file" in one["line"]]
-    assert lines == ([f"{key}: no such file or folder: {path}"] if is_said else [])
+    lines = [one["line"] for one in found["problems"] if one["key"] == key and path in one["line"]]
+    said = "does not exist" if key == MODEL else f"^{key}: no such file or folder: {path}$"
+    assert [bool(re.search(said, line)) for line in lines] == [True] * is_said
 
 
 # ---- over HTTP

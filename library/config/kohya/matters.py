@@ -47,7 +47,7 @@ def _model(result: Translation, known: Known) -> None:
     edits = f"{result.values.get('model_type')}_edit"
     if module == QWEN_IMAGE or result.tool != "musubi-tuner" or edits not in MODEL_TYPES:
         return
-    if _names(result.values.get("dataset_config"), "control_directory"):
+    if names_key(result.values.get("dataset_config"), "control_directory"):
         result.default("model_type", edits, "dataset_config", f"{edits}, as the dataset has control images")
 
 
@@ -70,7 +70,7 @@ def _version(result: Translation, module: str) -> None:
         result.default("zero_cond_t", True, "model_version", "true, which is what tells edit-2511 from edit-2509")
 
 
-def _names(dataset: object, key: str) -> bool:
+def names_key(dataset: object, key: str) -> bool:
     """Whether the dataset TOML, if it is there, has ``key``."""
     path = Path(str(dataset or "")).expanduser()
     return path.is_file() and re.search(rf"^[ \t]*{key}[ \t]*=", read_text(path), re.MULTILINE) is not None
@@ -79,7 +79,7 @@ def _names(dataset: object, key: str) -> bool:
 def _buckets(result: Translation, known: Known) -> None:
     """A dataset that sd-scripts' flags, or a TOML beside its settings, give buckets has those of sd-scripts."""
     dataset, key = result.values.get("dataset_config"), "bucket_reso_steps"
-    of_toml = result.tool == "sd-scripts" and _names(dataset, "enable_bucket") and not _names(dataset, key)
+    of_toml = result.tool == "sd-scripts" and names_key(dataset, "enable_bucket") and not names_key(dataset, key)
     of_flags = dataset and not is_off(result.values.get("enable_bucket"))
     if key not in result.values and (of_toml or of_flags):
         result.default(key, 64, key, "unset, so 64, the default of sd-scripts: its sizes hold, not Tandem's")
@@ -87,7 +87,7 @@ def _buckets(result: Translation, known: Known) -> None:
 
 def _vae(result: Translation, known: Known) -> None:
     """Qwen-Image's VAE is vae; FLUX's is ae, also where the trainers' common option vae names it."""
-    row = MODEL_TYPES.get(str(result.values.get("model_type", known["model_type"][1].default)))
+    row = MODEL_TYPES.get(str(result.values.get("model_type", "flux")))
     if result.tool and "vae" in result.values and not (row and "vae" in row.files):
         if "ae" in result.values:
             result.leave_out("vae", "ae is set too and counts")

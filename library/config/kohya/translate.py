@@ -51,7 +51,7 @@ def translate(
     """
     result = Translation(dict(values), dict(origins), tool or find_tool(values))
     module = str(result.values.get("network_module", QWEN_IMAGE))
-    if result.tool == "musubi-tuner" and (model_type := kohya_model_type(module, result.tool)):
+    if result.tool and (model_type := kohya_model_type(module, result.tool)):
         result.values.setdefault("model_type", model_type)
     for key, value in list(result.values.items()) if result.tool else ():
         if value in ("", None, "None") and key != "optimizer_type":

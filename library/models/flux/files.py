@@ -22,7 +22,7 @@ from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, 
 from library.models.layer_names import read_names
 
 FLUX_STACKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
-FLUX_KEYS, FLUX_NORMS, VAE_NAMES, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+FLUX_KEYS, FLUX_NORMS, VAE_NAMES, LORA_TARGETS = read_names(Path(__file__).parent)
 FLUX_TARGETS = LORA_TARGETS[0]
 
 
@@ -40,9 +40,7 @@ def _arguments(shapes: Shapes) -> dict[str, Any]:
 
 
 FILES = FamilyFiles(
-    title="FLUX.1",
     model_type="flux",
-    transformer="FluxTransformer2DModel",
     arguments=_arguments,
     keys=FLUX_KEYS,
     norms=FLUX_NORMS,

@@ -66,7 +66,6 @@ class FluxFamily(Family):
     depths = ("num_layers", "num_single_layers")
     image_encoder = FluxImageEncoder
     published_scheduler = {"shift": 3.0, "use_dynamic_shifting": True}  # noqa: RUF012
-    published_pipeline = "FluxPipeline"
     sampler: Any = FluxPipeline
     guidance_argument, cfg_argument = "guidance_scale", "true_cfg_scale"
     guidance_input = True
@@ -87,10 +86,10 @@ class FluxFamily(Family):
         return not self.argument("guidance_embeds")
 
     def check_variant(self) -> None:
-        """Refuse a transformer whose inputs are not those of ``name``.
+        """Refuse Depth and Canny, which take a second image.
 
-        dev, schnell and Kontext take what they return; Fill also takes the blanked image and the mask; Depth and Canny,
-        which no family here is, a second image. Kontext has dev's shapes: nothing in a file tells the two apart.
+        dev, schnell and Kontext take what they return; Fill also takes the blanked image and the mask. Kontext has
+        dev's shapes: nothing in a file tells the two apart.
         """
         path, config = self.files.transformer, {"in_channels": 64} | self.files.transformer_config
         taken, returned = config["in_channels"], config.get("out_channels") or config["in_channels"]
@@ -99,13 +98,6 @@ class FluxFamily(Family):
             raise UserError(
                 f"{path}: the transformer takes {taken} channels and returns {returned}, as FLUX.1 Depth and Canny do; "
                 "give FLUX.1 dev, schnell, Fill or Kontext"
-            )
-        if fill and self.conditioning != "fill":
-            raise UserError(f"{path}: a FLUX.1 Fill transformer ({taken} channels); set model_type = flux_fill")
-        if not fill and self.conditioning == "fill":
-            raise UserError(
-                f"{path}: the transformer takes {taken} channels and no mask, so it is not FLUX.1 Fill; set model_type "
-                "= flux (Kontext: flux_kontext), or give flux1-fill-dev"
             )
         self.latent_channels = returned // self.patch_size**2
         self.guidance_input = bool(config.get("guidance_embeds", False))
@@ -181,7 +173,6 @@ class FluxFillFamily(FluxFamily):
     """FLUX.1 Fill."""
 
     name = "flux_fill"
-    published_pipeline = "FluxFillPipeline"
     sampler = FluxFillPipeline
     cfg_argument = ""
     published = {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}  # noqa: RUF012
@@ -265,7 +256,6 @@ class FluxKontextFamily(FluxFamily):
     """FLUX.1 Kontext."""
 
     name = "flux_kontext"
-    published_pipeline = "FluxKontextPipeline"
     sampler = _GivenReferences
 
     def image_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:

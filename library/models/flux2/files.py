@@ -22,7 +22,7 @@ from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes
 from library.models.flux.files import FLUX_NORMS, FLUX_STACKS
 from library.models.layer_names import read_names
 
-_KEYS, _, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+_KEYS, _, _, LORA_TARGETS = read_names(Path(__file__).parent)
 FLUX2_TARGETS = LORA_TARGETS[0]
 
 
@@ -40,9 +40,7 @@ def _arguments(shapes: Shapes) -> dict[str, Any]:
 
 
 FILES = FamilyFiles(
-    title="FLUX.2",
     model_type="flux2_klein",
-    transformer="Flux2Transformer2DModel",
     arguments=_arguments,
     keys=_KEYS,
     norms=FLUX_NORMS,

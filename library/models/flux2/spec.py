@@ -27,7 +27,6 @@ from torch import Tensor, nn
 import library.models.flux2.files as flux2_files
 import library.models.flux2.model as flux2_model
 from library.conditions import Conditions
-from library.errors import UserError
 from library.models.family import Family, inputs_changed
 from library.models.flux.vae import Flux2ImageEncoder
 from library.models.flux2.model import positions_of
@@ -67,18 +66,6 @@ class Flux2Family(Family):
         """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
         images = tokens * (2 if cls.conditioning == "references" else 1)
         return cls.example_streams(config, images, text, config.joint_attention_dim, 4)
-
-    def check_variant(self) -> None:
-        """Refuse dev where klein is asked for, and the other way round: dev has a guidance input."""
-        guided = bool(self.argument("guidance_embeds"))
-        if guided is not self.guidance_input:
-            other = self.name.replace("dev", "klein") if self.guidance_input else self.name.replace("klein", "dev")
-            has = "a" if guided else "no"
-            raise UserError(
-                f"{self.files.transformer}: a transformer with {has} guidance input, which is FLUX.2 "
-                f'{"dev" if guided else "klein"}; set model_type = "{other}"'
-            )
-        super().check_variant()
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
@@ -143,7 +130,6 @@ class KleinFamily(Qwen3Family, Flux2Family):
         "joint_attention_dim": 7680,
         "guidance_embeds": False,
     }
-    published_pipeline = "Flux2KleinPipeline"
     sampler = Flux2KleinPipeline
     cfg_argument = "guidance_scale"
 
@@ -175,7 +161,6 @@ class DevFamily(Flux2Family):
     name = "flux2_dev"
     layout = flux2_files.DEV_FILES
     published_texts = staticmethod(published_mistral)
-    published_pipeline = "Flux2Pipeline"
     sampler = Flux2Pipeline
     guidance_argument = "guidance_scale"
     guidance_input = True

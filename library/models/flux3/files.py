@@ -22,7 +22,7 @@ from typing import Any
 from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes
 from library.models.layer_names import read_names
 
-_KEYS, _NORMS, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+_KEYS, _NORMS, _, LORA_TARGETS = read_names(Path(__file__).parent)
 FLUX3_TARGETS, FLUX3_EDIT_TARGETS = LORA_TARGETS
 
 
@@ -48,9 +48,7 @@ def _arguments(shapes: Shapes) -> dict[str, Any]:
 
 
 FILES = FamilyFiles(
-    title="FLUX.3",
     model_type="flux3_klein",
-    transformer="Flux3Transformer2DModel",
     arguments=_arguments,
     keys=_KEYS,
     norms=_NORMS,

@@ -87,7 +87,6 @@ class Flux3KleinFamily(Qwen3Family):
     text_model = "Qwen3-VL-4B"
     theta = VL_THETA
     published_scheduler = {"shift": SHIFT}  # noqa: RUF012
-    published_pipeline = "Flux3ModularPipeline"
     cfg_argument = "guidance_scale"
     distilled_steps = DISTILLED_STEPS
     chained_args = ("hidden_states",)  # no tail: modes run beside one another
@@ -107,18 +106,6 @@ class Flux3KleinFamily(Qwen3Family):
             inputs["image_cond_hidden_states"] = torch.randn(1, tokens, config.cond_in_channels)
             inputs["image_cond_ids"] = torch.zeros(tokens, 4)
         return inputs
-
-    def check_variant(self) -> None:
-        """Read the latents' channels, and whether the model is the distilled one."""
-        super().check_variant()
-
-    def check_trainable(self) -> None:
-        """Refuse the distilled model."""
-        if self.argument("flow_map"):
-            raise UserError(
-                f"{self.files.transformer}: the distilled FLUX.3 klein, which jumps between noise levels and is not "
-                "trained; give flux-3-image-klein-base, whose LoRAs it takes"
-            )
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions

@@ -17,7 +17,7 @@ from typing import Any
 from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes
 from library.models.layer_names import read_names
 
-_KEYS, _NORMS, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+_KEYS, _NORMS, _, LORA_TARGETS = read_names(Path(__file__).parent)
 KREA2_TARGETS = LORA_TARGETS[0]
 
 
@@ -50,9 +50,7 @@ def _arguments(shapes: Shapes) -> dict[str, Any]:
 
 
 FILES = FamilyFiles(
-    title="Krea 2",
     model_type="krea2",
-    transformer="Krea2Transformer2DModel",
     arguments=_arguments,
     keys=_KEYS,
     norms=_NORMS,

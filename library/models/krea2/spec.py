@@ -89,7 +89,6 @@ class Krea2Family(Qwen3Family):
         "base_shift": 0.5,
         "max_shift": 1.15,
     }
-    published_pipeline = "Krea2Pipeline"
     sampler = _Unpadded
     cfg_argument, cfg_offset = "guidance_scale", 1
     timestep_sampling = "krea2_shift"

@@ -34,7 +34,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.files import write_text
 from library.gguf_header import gguf_file
-from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
 from library.models.llm.gguf import gguf_config, gguf_weights, in_half_split_order, mixed_layers
 from library.models.llm.model import TransformerLM, resize_vocabulary, separate_projections
 from library.models.llm.sources import DequantisedWeights, Derived, DerivedWeights, TensorFlowFiles, TorchFiles
@@ -376,7 +376,3 @@ def _targets(family: LMFamily, stack: str) -> LoraTargets:
 
 
 LORA_TARGETS = (_targets("llama", "model.layers"), _targets("gpt2", "transformer.h"))
-ARCHITECTURES = (
-    Architecture("Llama-style language model", (r"(model\.)?layers\.0\.input_layernorm\.weight",)),
-    Architecture("GPT-2 language model", (r"(transformer\.)?h\.0\.ln_1\.weight",)),
-)

@@ -26,7 +26,7 @@ from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, 
 from library.models.layer_names import read_names
 
 _ZERO_COND_MARKER = "__index_timestep_zero__"
-_KEYS, _, VAE_NAMES, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+_KEYS, _, VAE_NAMES, LORA_TARGETS = read_names(Path(__file__).parent)
 QWEN_TARGETS = LORA_TARGETS[0]
 
 
@@ -43,9 +43,7 @@ def _arguments(shapes: Shapes) -> dict[str, Any]:
 
 
 FILES = FamilyFiles(
-    title="Qwen-Image",
     model_type="qwen_image",
-    transformer="QwenImageTransformer2DModel",
     arguments=_arguments,
     keys=_KEYS,
     vae=Part("vae", "vae", "qwen_image_vae.safetensors"),

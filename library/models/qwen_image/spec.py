@@ -27,7 +27,6 @@ import library.models.qwen_image.model as qwen_model
 from library.conditions import Conditions
 from library.errors import UserError
 from library.models.family import Family, inputs_changed
-from library.models.files import pipeline_class
 from library.models.qwen_image.text import (
     IMAGE_TOKEN,
     MOST_TOKENS,
@@ -42,12 +41,6 @@ from library.models.qwen_image.vae import QwenImageEncoder
 from library.models.text import load_qwen_tokenizer
 from library.models.vae import pack_latents, token_grid
 from library.precision.recipe import Recipe
-
-_PIPELINES = {  # of diffusers folders -> model_type
-    "QwenImagePipeline": "qwen_image",
-    "QwenImageEditPipeline": "qwen_image_edit",
-    "QwenImageEditPlusPipeline": "qwen_image_edit_plus",
-}
 
 
 class QwenImageFamily(Family):
@@ -68,7 +61,6 @@ class QwenImageFamily(Family):
         "shift_terminal": 0.02,
         "time_shift_type": "exponential",
     }
-    published_pipeline = "QwenImagePipeline"
     sampler = QwenImagePipeline  # of edit models too: ``conditioned`` adds what they see
     sampler_options = {"max_sequence_length": MOST_TOKENS}  # noqa: RUF012
     cfg_argument = "true_cfg_scale"
@@ -85,19 +77,11 @@ class QwenImageFamily(Family):
         return cls.example_streams(config, side * side * images, text, width, img_shapes=shapes)
 
     def check_variant(self) -> None:
-        """Refuse another pipeline's folder; let the option decide how references are modulated, where it is set."""
-        root, config = self.config.pretrained_model_name_or_path, self.files.transformer_config
-        if self.files.index is not None:
-            pipeline = pipeline_class(self.files.index.parent)
-            if (meant := _PIPELINES.get(pipeline)) != self.name:
-                wanted = next(known for known, name in _PIPELINES.items() if name == self.name)
-                remedy = f'set model_type = "{meant}"' if meant else f"give a {wanted}"
-                raise UserError(f"{root}: a {pipeline}, which model_type {self.name} does not fit; {remedy}")
+        """Let the option decide how references are modulated, where it is set."""
+        config = self.files.transformer_config
         found = bool(config.get("zero_cond_t", False))
         if self.config.zero_cond_t is False and found:
             raise UserError("zero_cond_t: the model's files say it is Edit-2511, which was trained with it; remove it")
-        if found and self.name != "qwen_image_edit_plus":
-            raise UserError(f'{root}: Qwen-Image-Edit-2511; set model_type = "qwen_image_edit_plus"')
         config["zero_cond_t"] = found or bool(self.config.zero_cond_t)
         super().check_variant()
 
@@ -143,7 +127,6 @@ class QwenImageEditFamily(QwenImageFamily):
     """Qwen-Image-Edit: one reference image a caption."""
 
     name = "qwen_image_edit"
-    published_pipeline = "QwenImageEditPipeline"
     most_references: int | None = 1
 
     def conditioned(
@@ -168,7 +151,6 @@ class QwenImageEditPlusFamily(QwenImageEditFamily):
     """Qwen-Image-Edit-2509 and 2511: any number of reference images."""
 
     name = "qwen_image_edit_plus"
-    published_pipeline = "QwenImageEditPlusPipeline"
     most_references: int | None = None
 
     def check_variant(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
 from library.models.layer_names import read_names
 
-_KEYS, _, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+_KEYS, _, _, LORA_TARGETS = read_names(Path(__file__).parent)
 QWEN_21_TARGETS = LORA_TARGETS[0]
 
 
@@ -40,9 +40,7 @@ def _arguments(shapes: Shapes) -> dict[str, Any]:
 
 
 FILES = FamilyFiles(
-    title="Qwen-Image-2.1",
     model_type="qwen_image_21",
-    transformer="QwenImage21Transformer2DModel",
     arguments=_arguments,
     keys=_KEYS,
     vae=Part("vae", "vae", "qwen_image_2.1_vae_bf16.safetensors"),

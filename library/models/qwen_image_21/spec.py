@@ -46,7 +46,6 @@ class QwenImage21Family(Family):
     depths = ("num_layers",)
     image_encoder = QwenImage21Encoder
     published_scheduler = QwenImageFamily.published_scheduler  # Qwen/Qwen-Image-2.1 has the same file
-    published_pipeline = "QwenImage21Pipeline"
     sampler_options = {"use_kv_cache": False}  # noqa: RUF012
     cfg_argument = "true_cfg_scale"
     patch_size = 1

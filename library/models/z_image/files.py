@@ -20,7 +20,7 @@ from typing import Any
 from library.models.family_files import FamilyFiles, Part, Shapes
 from library.models.layer_names import count_blocks, read_names
 
-_KEYS, _NORMS, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+_KEYS, _NORMS, _, LORA_TARGETS = read_names(Path(__file__).parent)
 Z_IMAGE_TARGETS = LORA_TARGETS[0]
 
 
@@ -43,9 +43,7 @@ def _arguments(shapes: Shapes) -> dict[str, Any]:
 
 
 FILES = FamilyFiles(
-    title="Z-Image",
     model_type="z_image",
-    transformer="ZImageTransformer2DModel",
     arguments=_arguments,
     keys=_KEYS,
     norms=_NORMS,

@@ -54,7 +54,6 @@ class ZImageFamily(Qwen3Family):
     text_layers = -1
     text_settings = ("z_image", MOST_TOKENS)
     text_argument = "cap_feat_dim"
-    published_pipeline = "ZImagePipeline"
     sampler = ZImagePipeline
     cfg_argument, cfg_offset = "guidance_scale", 1
     distilled_steps = 8  # Turbo's card: num_inference_steps=9, whose last step is from 0 to 0

@@ -29,14 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from library.config.architectures import MODEL_PREFIXES
 from library.errors import UserError
 from library.files import read_json, read_toml
 from library.safetensors_io import RowRange, TensorEntry, read_rows
 
-COMFY_PREFIX = "model.diffusion_model."
+COMFY_PREFIX = MODEL_PREFIXES[0]
 # What may stand before a transformer's names, in the order in which it is tried: ComfyUI's in all-in-one files and
 # alone, nothing, trainers' that save a whole pipeline or a wrapped model.
-MODEL_PREFIXES = (COMFY_PREFIX, "diffusion_model.", "", "transformer.", "model.", "module.")
 
 _OTHER_FILE = "use the bf16 model, or its fp8, int8, GGUF or bitsandbytes nf4 file"
 _NUNCHAKU = "train on the bf16 file of the same model: Nunchaku puts a LoRA beside its weights, where it is not rounded"

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from library.config.model_types import ConditionKind
+from library.config.model_types import MODEL_TYPES, ConditionKind
 from library.config.schema import ModelConfig, TrainConfig
 from library.models.family_by_name import family_class
 from library.models.weights import statistics
@@ -80,7 +80,7 @@ def write_model(model_type: str, folder: Path, most_blocks: int | None = None, n
         write_specs(folder / name / f"{file}.safetensors", _specs(part))
         settings: Any = part if name == "vae" else part.config
         settings.save_config(folder / name) if name == "vae" else settings.save_pretrained(folder / name)
-    index = {"_class_name": family.published_pipeline}
+    index = {"_class_name": MODEL_TYPES[family.name].pipeline}
     (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
 

@@ -122,7 +122,6 @@ class ImageLora(LoraTask):
         raw_config: TrainConfig = self.raw_config
         self.devices = devices_to_fill(raw_config.parallel, accelerator)
         self.family = family = model_family(raw_config.model)
-        family.check_trainable()
         self.plan = resolve_images(raw_config, family)
         config, self.dtype, self.training = self.plan.config, self.plan.dtype, self.plan.config.training
         self.base_weights = read_base_weights(

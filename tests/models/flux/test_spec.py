@@ -215,7 +215,7 @@ def files(folder: Path) -> SingleFiles:
 
 def refuses(match: str, path: Path, **options: object) -> None:
     with pytest.raises(UserError, match=match) as caught:
-        model_family(ModelConfig(pretrained_model_name_or_path=str(path), **options))  # type: ignore[arg-type]
+        model_family(ModelConfig(model_type="flux", pretrained_model_name_or_path=str(path), **options))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
@@ -290,7 +290,7 @@ def test_other_checkpoints_are_recognised(files: SingleFiles, tmp_path: Path) ->
     for key, message in cases.items():
         save_file({key: torch.ones(2, 2)}, path)
         with pytest.raises(UserError, match=message):
-            model_family(files.model_config(pretrained_model_name_or_path=str(path)))
+            model_family(files.model_config(model_type="flux", pretrained_model_name_or_path=str(path)))
 
 
 def test_transformer_files_with_more_or_less_in_them(files: SingleFiles, folder: Path, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_transformer_files_with_more_or_less_in_them(files: SingleFiles, folder:
 
     def family(tensors: dict[str, torch.Tensor]) -> Any:
         save_file(tensors, path)
-        return model_family(files.model_config(pretrained_model_name_or_path=str(path)))
+        return model_family(files.model_config(model_type="flux", pretrained_model_name_or_path=str(path)))
 
     def is_alone(loaded: Any) -> bool:
         ours, alone = (each.load_transformer(torch.float32).state_dict() for each in (loaded, plain))

@@ -154,10 +154,10 @@ def test_published_files_hold_the_same_model_as_the_folder(variant: Variant, com
 @pytest.mark.parametrize(
     ("model_type", "given", "message"),
     [
-        ("flux", "flux_fill", r"a FLUX\.1 Fill transformer \(384 channels\); set model_type = flux_fill"),
-        ("flux_kontext", "flux_fill", r"a FLUX\.1 Fill transformer \(384 channels\); set model_type = flux_fill"),
-        ("flux_fill", "flux", r"takes 64 channels and no mask, so it is not FLUX\.1 Fill; set model_type = flux"),
-        ("flux_fill", "flux_kontext", r"set model_type = flux \(Kontext: flux_kontext\)"),
+        ("flux", "flux_fill", r'is FLUX\.1 \(flux_fill\), not flux; set model_type = "flux_fill"'),
+        ("flux_kontext", "flux_fill", r'is FLUX\.1 \(flux_fill\), not flux_kontext; set model_type = "flux_fill"'),
+        ("flux_fill", "flux", r'is FLUX\.1 \(flux\), not flux_fill; set model_type = "flux"'),
+        ("flux_fill", "flux_kontext", r'not flux_fill; set model_type = "flux'),
     ],
 )
 def test_another_variants_model_is_refused_with_its_name(

@@ -204,10 +204,10 @@ def test_other_models_are_refused_in_one_line(folder: Path, tmp_path: Path) -> N
     save_file(text | {"visual.deepstack_merger_list.0.norm.weight": torch.ones(4)}, sees)
     wanted = {
         "not Flux2Transformer2DModel; set model_type = .z_image": {"pretrained_model_name_or_path": str(z_image)},
-        "a guidance input, which is FLUX.2 dev; set model_type = .flux2_dev.$": {
+        r'is FLUX\.2 \(flux2_dev\), not flux2_klein; set model_type = "flux2_dev"': {
             "pretrained_model_name_or_path": str(dev)
         },
-        "a guidance input, which is FLUX.2 dev; set model_type = .flux2_dev_edit": {
+        'not flux2_klein_edit; set model_type = "flux2_dev_edit"': {
             "pretrained_model_name_or_path": str(dev),
             "model_type": "flux2_klein_edit",
         },

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, Conditions
+from library.config.kinds import model_type_of
+from library.config.published_models import MODEL
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.errors import UserError
 from library.models.family import SampleSettings
@@ -227,10 +229,13 @@ def test_queries_and_keys_are_rounded_once(folder: Path) -> None:
 
 
 def test_the_distilled_model_is_sampled_but_not_trained(distilled: Path, folder: Path) -> None:
-    family_of(folder).check_trainable()
-    with pytest.raises(UserError, match="the distilled FLUX.3 klein.* give flux-3-image-klein-base") as caught:
-        family_of(distilled).check_trainable()
-    assert "\n" not in str(caught.value)
+    for model in (folder, save_flux3_split_files(folder, folder.parent / "base").transformer):
+        assert model_type_of({MODEL: str(model)})[0] == "flux3_klein"
+    for model in (distilled, save_flux3_split_files(distilled, distilled.parent / "few").transformer):
+        with pytest.raises(UserError, match="cannot be trained; train ") as caught:
+            model_type_of({MODEL: str(model)})
+        assert "\n" not in str(caught.value)
+        family_of(distilled)
 
 
 def test_other_models_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:

@@ -89,7 +89,10 @@ def test_a_folder_of_another_pipeline_says_which_model_type_it_is(folder: Path, 
     edit = Path(shutil.copytree(folder, tmp_path / "edit"))
     index = json.loads((edit / "model_index.json").read_text())
     (edit / "model_index.json").write_text(json.dumps(index | {"_class_name": "QwenImageEditPlusPipeline"}))
-    refuses('a QwenImageEditPlusPipeline, .*; set model_type = "qwen_image_edit_plus"', in_folder(edit))
+    refuses(
+        r'is Qwen-Image \(qwen_image_edit_plus\), not qwen_image; set model_type = "qwen_image_edit_plus"',
+        in_folder(edit),
+    )
     flux = tiny_flux_pipeline(tmp_path / "flux")
     refuses("'FluxTransformer2DModel', not QwenImageTransformer2DModel; set model_type = \"flux\"", in_folder(flux))
 
@@ -124,7 +127,7 @@ def test_comfyuis_marker_makes_a_file_edit_2511(files: SplitFiles, tmp_path: Pat
     family = model_family(files.model_config(**path, model_type="qwen_image_edit_plus"))
     assert family.modelspec_architecture == "Qwen-Image-Edit-2511"
     assert family.load_transformer(torch.float32).zero_cond_t  # type: ignore[attr-defined]
-    refuses('Qwen-Image-Edit-2511; set model_type = "qwen_image_edit_plus"', files.model_config(**path))
+    refuses(r'\(qwen_image_edit_plus\), not .*; set model_type = "qwen_image_edit_plus"', files.model_config(**path))
     contradiction = files.model_config(**path, model_type="qwen_image_edit_plus", zero_cond_t=False)
     refuses("zero_cond_t: the model's files say it is Edit-2511", contradiction)
 

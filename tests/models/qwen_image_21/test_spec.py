@@ -15,7 +15,7 @@ from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family_by_name import model_family
-from library.models.files import file_arguments, transformer_of
+from library.models.files import file_arguments, transformer_arguments
 from library.models.qwen_image_21.files import FILES
 from library.models.qwen_image_21.spec import QwenImage21Family
 from library.precision.checkpoint import WeightFiles
@@ -97,7 +97,7 @@ def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: s
     config = single.files.transformer_config
     assert {"num_layers": 2, "mlp_ratio": 3, "context_in_dim": 128, "in_channels": CHANNELS}.items() <= config.items()
     assert_same_model(single, whole, CAPTIONS)
-    assert transformer_of(files.transformer) == ("qwen_image_21", config)
+    assert transformer_arguments(files.transformer, "qwen_image_21") == config
     assert file_arguments(WeightFiles(files.transformer), FILES)[0] == prefix
 
 

@@ -1,0 +1,67 @@
+"""Networks by the names of their tensors: rows of ``[[architectures]]`` in ``names.toml`` of every family's folder.
+
+A transformer's names may stand behind a prefix, of which :data:`MODEL_PREFIXES` has those that are published.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
+from library.files import read_toml
+
+MODEL_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "", "transformer.", "model.", "module.")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One naming of one architecture.
+
+    Attributes:
+        name: for people.
+        marks: regular expressions; each must match a whole tensor name.
+        facts: label -> (tensor, axis): a size worth telling; axis None tells whether the tensor is there.
+        model_type: of a transformer, the family's first; "" of its other parts.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    facts: tuple[tuple[str, str, int | None], ...] = ()
+    model_type: str = ""
+
+
+UNKNOWN = Architecture("unknown architecture", ())
+
+
+@cache
+def architectures() -> tuple[Architecture, ...]:
+    """Return the rows of all families, language models last: a row matches what an earlier one leaves."""
+    folders = [*dict.fromkeys(MODEL_TYPES[name].family.split(".")[2] for name in IMAGE_MODELS), "llm"]
+    tables = [read_toml(Path(__file__).parents[1] / "models" / folder / "names.toml")[0] for folder in folders]
+    rows = [{"facts": (), **row} for table in tables for row in table["architectures"]]
+    frozen = [
+        row | {k: tuple((*v, None)[:3] if k == "facts" else v for v in row[k]) for k in ("marks", "facts")}
+        for row in rows
+    ]
+    return tuple(Architecture(**row) for row in frozen)
+
+
+def recognise(names: Collection[str]) -> Architecture:
+    """Return the first architecture all of whose marks are among the tensor ``names``, else :data:`UNKNOWN`."""
+    for row in architectures():
+        if all(any(re.fullmatch(mark, name) for name in names) for mark in row.marks):
+            return row
+    return UNKNOWN
+
+
+def recognise_below(names: Collection[str]) -> tuple[str, Architecture]:
+    """Return what stands before a transformer's names, of :data:`MODEL_PREFIXES`, and its architecture."""
+    for prefix in MODEL_PREFIXES:
+        inside = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        if inside and (found := recognise(inside)) is not UNKNOWN:
+            return prefix, found
+    return "", UNKNOWN
