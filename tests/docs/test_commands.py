@@ -186,12 +186,10 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
     if script == "train_lora.py":
         rank = [] if "--dim_from_weights" in rest else ["--network_dim", "2"]
         rest += ["--lr_warmup_steps", "1"] if "configs/demo.toml" in rest or "configs/demo_fp8.toml" in rest else []
-        rest += (
-            [*_few_pictures(place), "--sample_prompts", str(place / "general_prompts.txt")]
-            if "my_lora/config.toml" in rest
-            else []
-        )
         rest += [*SHORT, *rank, *([] if WHOLE & {*rest} else tokenizers)]
+        if "my_lora/config.toml" in rest:  # in its first two steps nothing but the rest may be kept, and nothing learnt
+            few = [*_few_pictures(place), "--sample_prompts", str(place / "general_prompts.txt")]
+            rest += [*few, "--max_train_steps", "8"]
     for deep in {deep for config, deep in DEEP.items() if f"configs/{config}.toml" in rest}:
         if not (place / f"models/{deep}.safetensors").exists():
             shutil.copy(DEEP_MODELS[deep](place / deep), place / f"models/{deep}.safetensors")
