@@ -5,7 +5,8 @@
     python tools/generate.py image --model flux1-dev.safetensors --ae ae.safetensors --clip_l clip_l.safetensors \\
         --t5xxl t5xxl_fp16.safetensors --from_file prompts.toml
 
-    python tools/generate.py image --model FLUX.1-dev --lora style.safetensors --strengths 0 0.5 1 --prompt "a cat"
+    python tools/generate.py grid --run output/my_run --strengths 0.6 0.8 1 --steps 500 1000
+    python tools/generate.py grid --run folder --steps style.safetensors --model FLUX.1-dev --strengths 0 1 --prompt cat
 
     python tools/generate.py text --model Llama-3.2-1B --prompt "Once upon a time" --top_p 0.9
 
@@ -13,34 +14,42 @@
 
 Prompts are those of training samples: lines with --n --w --h --d --s --g --l --ci --mi, or a .txt, .toml or .json file
 of them. The same flags on the command line hold for every prompt that says nothing itself. No image is written over
-another one; each carries its prompt, model and LoRAs as PNG text. With --strengths each prompt is
-painted at each of them, and ``images.jsonl`` beside the images says which is which, a line as soon as one is there.
+another one; each carries its prompt, model and LoRAs as PNG text.
+
+``grid`` shows which of a run's saved steps is best: prompts with each of them at each strength, and what was measured
+of it. The model is loaded once. Images that are there, made with the same settings, are not made again. ``grid.png``
+shows all, ``grid.json`` says which file is which. Without prompts it takes the run's sample prompts, else the captions
+of three of its images, held-out ones first.
 Several texts are one batch; a single one is shown while it is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from library.checksums import fingerprint
 from library.config.markers import MOST_SIDE, MOST_STEPS
-from library.config.model_types import BLANKS, IMAGE_MODELS
+from library.config.model_types import BLANKS, IMAGE_MODELS, MODEL_TYPES
 from library.config.rules import model_conflicts
-from library.config.schema import ModelConfig, PrecisionConfig
+from library.config.schema import DatasetArguments, ModelConfig, PrecisionConfig
 from library.errors import UserError, error_prefix, exit_on_user_error
 from library.files import read_text, write_text
 from library.llm.chat_templates import CHAT_TEMPLATES, PromptTemplate, TextTemplate, load_chat_template
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer
 from library.models.hub import find_model
+from library.training.report.run_folder import Checkpoint, checkpoints_of, settings_of
 from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts, usual_prompt
 from tools.command import (
     add_language_model,
@@ -64,43 +73,50 @@ from tools.command import (
 if TYPE_CHECKING:
     from networks.merging.merge import LoraSource
 
+_OF_TEXTS = ("t5xxl_max_token_length", "zero_cond_t")
 _FP8_FLAGS = ("fp8_base", "fp8_scaled", "fp8_granularity")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser; each kind of thing to generate is a subcommand."""
     top = tool_parser(__doc__)
-    commands = top.add_subparsers(title="what to generate", required=True, metavar="KIND")
+    commands = top.add_subparsers(title="what to generate", required=True, metavar="KIND", dest="kind")
     sub = commands.add_parser("image", help="images, with a diffusion transformer", allow_abbrev=False)
-    sub.set_defaults(kind="image")
+    _add_image_command(sub)
+    sub = commands.add_parser("grid", help="images with each saved step of a run", allow_abbrev=False)
+    sub.add_argument("--run", type=Path, required=True, metavar="FOLDER", help="output folder of the run")
+    which = "which saved steps, or files in its folder (default: all saved steps)"
+    sub.add_argument("--steps", nargs="+", default=[], metavar="STEP", help=which)
+    each = "generate each prompt at each of these, times the LoRAs' own (default: 1)"
+    sub.add_argument("--strengths", nargs="+", type=strength, default=[1.0], metavar="X", help=each)
+    sub.add_argument("--record", type=Path, metavar="FILE", help="default: grid.json in the images' folder")
+    _add_image_command(sub, of_run=True)
+    _add_text_command(commands)
+    return top
+
+
+def _add_image_command(sub: argparse.ArgumentParser, of_run: bool = False) -> None:
+    """Add the flags of ``image``; ``of_run``: those of ``grid``, where the run names the model."""
     model = sub.add_argument_group("model")
-    model.add_argument("--model", required=True, help="diffusers folder, transformer file, or name on the hub")
+    model.add_argument("--model", required=not of_run, help="diffusers folder, transformer file, or name on the hub")
     model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
     add_model_parts(model, ["no", "fp16", "bf16"])
     model.add_argument("--t5xxl_max_token_length", type=count, metavar="N", help="T5 tokens per prompt")
     zero_cond_t = ModelConfig.model_fields["zero_cond_t"].description
     model.add_argument("--zero_cond_t", action="store_true", default=None, help=zero_cond_t)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRA files, of any layout")
-    model.add_argument(
-        "--strengths",
-        nargs="+",
-        type=strength,
-        default=[],
-        metavar="X",
-        help="paint each prompt at each of these, times the LoRAs' own; one loading",
-    )
     quantised = model.add_mutually_exclusive_group()
     for name in _FP8_FLAGS[:2]:
         quantised.add_argument(f"--{name}", action="store_true", help=PrecisionConfig.model_fields[name].description)
     model.add_argument("--fp8_granularity", choices=["tensor", "row", "block64", "block128"], help="of --fp8_scaled")
-    what = sub.add_argument_group("prompts", "each flag holds where a prompt says nothing itself")
+    what, side = sub.add_argument_group("prompts", "each holds where a prompt says nothing"), whole(most=MOST_SIDE)
     what.add_argument("--prompt", nargs="+", metavar="LINE", help="prompts, each with its own options if need be")
     what.add_argument("--from_file", metavar="FILE", help=".txt (a prompt a line), .toml or .json")
     what.add_argument("--n", default="", metavar="TEXT", help="negative prompt, used when --l is not 1")
-    what.add_argument("--w", type=whole(most=MOST_SIDE), metavar="PIXELS", help="width (default: the family's, 1024)")
-    what.add_argument("--h", type=whole(most=MOST_SIDE), metavar="PIXELS", help="height (default: the family's, 1024)")
+    what.add_argument("--w", type=side, metavar="PIXELS", help="width (default: the family's, 1024)")
+    what.add_argument("--h", type=side, metavar="PIXELS", help="height (default: the family's, 1024)")
     what.add_argument(
-        "--d", type=seed_number, default=0, metavar="SEED", help="seed of the first prompt; the next has d + 1"
+        "--d", type=seed_number, default=0, metavar="SEED", help="of the first prompt; the next has d + 1"
     )
     what.add_argument("--s", type=whole(most=MOST_STEPS), metavar="STEPS", help="steps (default: the family's)")
     what.add_argument("--g", type=finite, metavar="X", help="guidance input (default: the family's)")
@@ -109,24 +125,15 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--mi", metavar="FILE", help="mask of the image to fill, white where to fill")
     blank = "what is under the mask before it is filled (default: as the LoRA was trained, else grey)"
     what.add_argument("--inpaint_blank", choices=BLANKS, help=blank)
-    what.add_argument(
-        "--control_resolution", type=whole(most=MOST_SIDE), nargs="+", metavar="PIXELS", help="area of reference images"
-    )
+    what.add_argument("--control_resolution", type=side, nargs="+", metavar="PIXELS", help="area of reference images")
     what.add_argument("--no_resize_control", action="store_true", help="reference images are only trimmed")
-    sub.add_argument(
-        "--save_to",
-        type=Path,
-        default=Path("output/generated"),
-        help="folder (default: %(default)s)",
-    )
-    _add_text_command(commands)
-    return top
+    folder = None if of_run else Path("output/generated")
+    sub.add_argument("--save_to", type=Path, default=folder, help=f"folder (default: {folder or 'grid in the run'})")
 
 
 def _add_text_command(commands: Any) -> None:
     """Add the subcommand to ``tools/generate.py``'s."""
     sub = commands.add_parser("text", help="text, with a language model", allow_abbrev=False)
-    sub.set_defaults(kind="text")
     model = sub.add_argument_group("model")
     model.add_argument("--model", required=True, help="language model: folder in any published layout, or GGUF file")
     add_language_model(model)
@@ -153,17 +160,31 @@ from library.models.llm.model import TransformerLM
 
 def image(options: argparse.Namespace) -> list[Path]:
     """Run the subcommand ``image``; return the files written."""
-    from library.data.buckets import ControlSizing
     from library.data.new_dataset import IMAGE_SUFFIXES
-    from library.models.family_by_name import model_family
-    from library.precision.recipe import plan_base
-    from library.training.sampling.generate import generate_images
+    from library.training.sampling.generate import Cell
     from library.training.sampling.images import save_image
 
     to: Path = options.save_to
     if to.is_file() or (to.suffix.lower() in IMAGE_SUFFIXES and not to.is_dir()):
         raise UserError(f"--save_to {to}: images get names of their own; give a folder")
-    config = model_config(options, options.model, "t5xxl_max_token_length", "zero_cond_t")
+    _, prompts, make = _opened(options)
+    loras, written = tuple(map(lora_source, options.lora)), list[Path]()
+    for prompt, made in make(cells=[Cell(prompt, loras) for prompt in prompts]):
+        path = free_path(options.save_to, prompt)
+        save_image(made, path, {"prompt": prompt.line(), "model": options.model, "loras": " ".join(options.lora)})
+        tool_console().print(f"{path}: {prompt.line()}")
+        written.append(path)
+    return written
+
+
+def _opened(options: argparse.Namespace) -> tuple[Any, list[SamplePrompt], Callable[..., Iterator[Any]]]:
+    """Return the model, the prompts, and the function that makes the images of cells."""
+    from library.data.buckets import ControlSizing
+    from library.models.family_by_name import model_family
+    from library.precision.recipe import plan_base
+    from library.training.sampling.generate import generate_images
+
+    config = model_config(options, options.model, *_OF_TEXTS)
     for problem in model_conflicts(config):
         raise UserError(problem.message)
     family = model_family(config)
@@ -174,35 +195,86 @@ def image(options: argparse.Namespace) -> list[Path]:
     multiple = family.load_image_encoder(dtype, device).pixel_multiple
     usual = usual_prompt(family)
     prompts = read_image_prompts(options, multiple, usual)
-    strengths = options.strengths or [1.0]
-    if options.strengths and not options.lora:
-        raise UserError("--strengths: are of LoRAs; give --lora")
     for remark in check_steering(prompts, family.guidance_input, usual.guidance):
         console.print(f"note: {remark}")
-    sources = [lora_source(text) for text in options.lora]
     if options.fp8_granularity and not options.fp8_scaled:
         raise UserError("--fp8_granularity: has no effect without --fp8_scaled; remove it")
     chosen = {key: value for key in _FP8_FLAGS if (value := getattr(options, key))}
     fp8 = plan_base(PrecisionConfig(**chosen), family.quantized_file(), 0, device)
     sizing = ControlSizing(_both(options.control_resolution), options.no_resize_control)
-    record = {"model": options.model, "loras": " ".join(options.lora)}
-    written: list[Path] = []
-    for number, (prompt, made) in enumerate(
-        generate_images(
-            *(family, prompts, sources, dtype, device, console, fp8, sizing, options.inpaint_blank), strengths=strengths
-        )
-    ):
-        path, now = free_path(options.save_to, prompt), strengths[number % len(strengths)]
-        if options.strengths:
-            path, record["strength"] = path.with_stem(f"{path.stem}_strength{now:g}"), f"{now:g}"
-        save_image(made, path, {"prompt": prompt.line(), **record})
-        if options.strengths:
-            entry = {"file": path.name, "prompt": prompt.line(), "row": number // len(strengths), "strength": now}
-            with open(options.save_to / "images.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
-        console.print(f"{path}: {prompt.line()}")
-        written.append(path)
-    return written
+    how = {"dtype": dtype, "device": device, "console": console, "fp8": fp8, "blank": options.inpaint_blank}
+    return family, prompts, partial(generate_images, family, sizing=sizing, **how)
+
+
+def grid(options: argparse.Namespace) -> list[Path]:
+    """Run the subcommand ``grid``; return its images, a row a step, and the picture that shows them."""
+    from library.training.report.progress import counting
+    from library.training.sampling.generate import Cell
+    from library.training.sampling.images import save_image, write_sheet
+    from networks.merging.merge import LoraSource
+
+    steps, to = _complete(options), options.save_to or options.run / "grid"
+    family, prompts, make = _opened(options)
+    columns = list(dict.fromkeys((prompt, now) for prompt in prompts for now in options.strengths))
+    keys = (*_FP8_FLAGS, *_OF_TEXTS, "control_resolution", "no_resize_control", "inpaint_blank")
+    how = [family.fingerprint(), *device_and_dtype(options.mixed_precision), *(getattr(options, key) for key in keys)]
+    rows = []
+    for step in steps:
+        loras, row = (LoraSource(step.path, 1.0), *map(lora_source, options.lora)), {}
+        for prompt, now in columns:
+            made_by = [*how, prompt.line(), *map(fingerprint, prompt.images())]
+            made_by += [(fingerprint(lora.path), lora.ratio) for lora in loras]
+            key = hashlib.blake2b(repr(made_by).encode(errors="surrogateescape"), digest_size=6).hexdigest()
+            row[to / f"{step.path.stem}_{key}_strength{now:g}.png"] = Cell(prompt, loras, now)
+        rows.append(row)
+    record = {
+        "steps": [(step.path.name, step.about) for step in steps],
+        "columns": [(prompt.prompt, now) for prompt, now in columns],
+        "images": [[str(path.resolve()) for path in row] for row in rows],
+    }
+    write_text(options.record or to / "grid.json", json.dumps(record, indent=1))
+    todo = {path: cell for row in rows for path, cell in row.items() if not path.is_file()}
+    with counting(tool_console()) as start:
+        advance = start("images", len(rows) * len(columns))
+        advance(len(rows) * len(columns) - len(todo))
+        for (path, cell), (_, made) in zip(todo.items(), make(cells=[*todo.values()]) if todo else (), strict=True):
+            loras = " ".join(f"{lora.path}:{cell.strength * lora.ratio:g}" for lora in cell.loras)
+            save_image(made, path, {"prompt": cell.prompt.line(), "model": options.model, "loras": loras})
+            advance(1)
+    titles = [f"{now:g}: {prompt.prompt[:24]}" for prompt, now in columns]
+    write_sheet(to / "grid.png", titles, [(step.about, [*row]) for step, row in zip(steps, rows, strict=True)])
+    return [*(path for row in rows for path in row), to / "grid.png"]
+
+
+def _complete(options: argparse.Namespace) -> list[Checkpoint]:
+    """Return the saved steps that are meant; fill in what the command line leaves open, as the run had it.
+
+    Without prompts of the run, three captions of its images are the prompts, held-out images first.
+    """
+    from library.data.captions import plain_caption
+    from library.data.config import load_dataset_config
+    from library.data.samples import scan
+
+    run, saved = settings_of(options.run), checkpoints_of(options.run)
+    named = {str(one.step): one for one in saved} | {one.path.name: one for one in saved}
+    steps = [named.get(name) or Checkpoint(options.run / name, about=name) for name in options.steps]
+    steps = steps or [*{one.step: one for one in saved}.values()]
+    if not steps or (missing := [one.path.name for one in steps if not one.path.is_file()]):
+        has = ", ".join(str(one.step) for one in saved) or "no LoRA that a run has saved"
+        raise UserError(f"--steps {missing[0] if steps else ''}: is not in {options.run}; it has {has}")
+    for key in run.keys() & vars(options).keys() - {"mixed_precision"}:
+        setattr(options, key, getattr(options, key) or run[key])
+    options.model = options.model or run.get("pretrained_model_name_or_path", "")
+    if not (options.prompt or options.from_file):
+        options.from_file = run.get("sample_prompts")
+        if not options.from_file and run.get("dataset_config"):
+            given = {key: run[key] for key in DatasetArguments.model_fields if key in run}
+            arguments, kind = DatasetArguments.model_validate(given), MODEL_TYPES[run.get("model_type", "flux")]
+            config = load_dataset_config(run["dataset_config"], arguments, kind.conditioning)
+            found = scan(config, run.get("seed", 0), kind.pixel_multiple)
+            captions = (plain_caption(one.caption, one.settings) for one in (*found.held_out, *found.train))
+            options.from_file = [*filter(None, dict.fromkeys(" ".join(text.split()) for text in captions))][:3]
+    return steps
 
 
 def _both(sides: Sequence[int] | None) -> tuple[int, int] | None:
@@ -309,7 +381,7 @@ def _streamed(model: TransformerLM, tokenizer: Tokenizer, prompt: list[int], how
 
 def generate(options: argparse.Namespace) -> list[Path] | list[str]:
     """Run the subcommand; return the files it wrote, or the texts."""
-    return image(options) if options.kind == "image" else text(options)
+    return {"image": image, "grid": grid, "text": text}[options.kind](options)
 
 
 @exit_on_user_error

@@ -1,13 +1,16 @@
-"""Generate: each prompt painted at several strengths of a LoRA, side by side.
+"""Generate: each prompt at several strengths of a LoRA, or with several saved steps of its run, side by side.
 
-One job of ``tools/generate.py image --strengths`` loads the model once and writes a line into ``images.jsonl`` for each
-picture, so that the grid fills while it paints. Pictures lie in the job's folder.
+One job of ``tools/generate.py grid`` loads the model once and writes which picture is which into ``grid.json`` before
+the first, so that the screen fills as they come. Those of several steps lie in the run's folder, where the next job
+finds what was made already; others in the job's.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from library.config.family_defaults import family_defaults
 from library.config.model_types import IMAGE_MODELS
 from library.errors import UserError
 from library.files import read_text
+from library.training.report.run_folder import checkpoints_of, mtime, settings_of
 from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_prompts
 from library.web.jobs import Job
 from library.web.loras import float_of, lora_file, model_words, show_screen
@@ -62,46 +66,51 @@ def _prompts_of(site: Site, run: dict[str, Any]) -> str:
 
 
 def start(site: Site, request: Request, form: Form) -> Response:
-    """Queue a painting as the form says."""
+    """Queue the pictures that the form asks for."""
     given = Given(form)
     lora = lora_file(site, given["lora"])
+    saved = [lora_file(site, str(lora.parent / str(name))).name for name in form.getlist("saved")] or [lora.name]
     more = [line.strip() for line in given.get("more", "").split("\n") if line.strip()]
     words = given["strengths"].replace(",", " ").split()
     strengths = [float(text) for text in dict.fromkeys(f"{float_of(word, 'strengths'):g}" for word in words)]
     written = map(str.strip, given["prompts"].split("\n"))
     lines = [line for line in written if line and not line.startswith("#")]
     prompts = [parse_prompt(line, SamplePrompt(""), 1, f"prompt {i}") for i, line in enumerate(lines, 1)]
-    if not 0 < (number := len(prompts) * len(strengths)) <= _MOST_PICTURES:
+    count = len(prompts) or 3 * bool(settings_of(lora.parent).get("dataset_config"))  # else captions
+    if not 0 < (number := count * len(strengths) * len(saved)) <= _MOST_PICTURES:
         raise UserError(f"{number} pictures: write prompts and strengths for 1 to {_MOST_PICTURES} in all")
     for path in (path for prompt in prompts for path in (*prompt.control_images, prompt.mask_image) if path):
         site.roots.find(path)
     for text in more:
         lora_file(site, text if Path(text).exists() else text.rpartition(":")[0])
-    words = ["tools/generate.py", "image", *model_words(site, lora, given)]
-    words += ["--lora", site.roots.show(lora), *more, "--strengths", *(f"{each:g}" for each in strengths)]
-    words += ["--from_file", "{job}/prompts.txt", "--save_to", "{job}/images"]
+    words = ["tools/generate.py", "grid", "--run", site.roots.show(lora.parent), *model_words(site, lora, given)]
+    words += ["--steps", *saved, *(["--lora", *more] if more else []), "--record", "{job}/grid.json"]
+    words += ["--strengths", *(f"{each:g}" for each in strengths)]
+    words += ["--from_file", "{job}/prompts.txt"] if prompts else []
+    is_run = len(saved) > 1 and any(lora.is_relative_to(folder) for folder in site.roots.outputs)
+    words += [] if is_run else ["--save_to", "{job}/images"]
     for flag, key in {"w": "width", "h": "height", "s": "steps", "d": "seed", "g": "guidance"}.items():
         words += [f"--{flag}", given[key]] if given[key] else []
-    record = {"form": given, "strengths": strengths, "prompts": [prompt.prompt for prompt in prompts]}
+    record = {"form": {**given, "saved": saved}, "number": number}
     files = {"asked.json": json.dumps(record), "prompts.txt": "\n".join(lines)}
-    title = f"{lora.stem}: {prompts[0].prompt[:60]}"
+    title = f"{lora.stem}: {prompts[0].prompt[:60] if prompts else 'captions of its images'}"
     job = site.jobs.add("generate", title, words, queued=True, files=files)
     return goto(url("/generate", job=job.id))
 
 
 def _result(site: Site, job: Job) -> dict[str, Any]:
-    """Return a painting as the template takes it: a row a prompt, in it each strength and its picture."""
-    request, made = job.read("asked.json"), dict[tuple[int, float], str]()
-    with suppress(OSError, ValueError):
-        for line in (job.folder / "images/images.jsonl").read_text(encoding="utf-8").splitlines():
-            one = json.loads(line)
-            made[one["row"], one["strength"]] = url("/file", path=job.folder / "images" / one["file"], v=job.id)
-    strengths = request.get("strengths", [])
-    rows = [
-        (text, [(f"strength {each:g}", made.get((row, each))) for each in strengths])
-        for row, text in enumerate(request.get("prompts", []))
-    ]
-    return {"rows": rows, "done": len(made), "all": len(rows) * len(strengths), "waits_for": ahead(site, job)}
+    """Return a job's pictures as the template takes them, the time that is left, and the run's saved steps."""
+    asked, record, rows = job.read("asked.json"), job.read("grid.json"), dict[str, list[tuple[str, str | None]]]()
+    steps, number, done, new = record.get("steps", ()), asked["number"], 0, 0
+    for column, (prompt, strength) in enumerate(record.get("columns", ())):
+        for (_, about), files in zip(steps, record["images"], strict=True):
+            path, at = Path(files[column]), f"strength {strength:g}"
+            text, label = (f"{prompt}, {at}", about) if len(steps) > 1 else (prompt, at)
+            rows.setdefault(text, []).append((label, url("/file", path=path, v=job.id) if path.is_file() else None))
+            done, new = done + path.is_file(), new + (mtime(path) > (job.began or inf))
+    left = (number - done) / new * (time.time() - job.began) if new and job.began and not job.is_over else None
+    saved = checkpoints_of(site.roots.find(asked["form"]["lora"]).parent) if len(steps) > 1 else []
+    return {"rows": rows, "done": done, "all": number, "left": left, "waits_for": ahead(site, job), "saved": saved}
 
 
 ROUTES: Routes = {"/generate": (show, start)}

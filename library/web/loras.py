@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
@@ -19,14 +18,13 @@ from starlette.responses import Response
 from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODEL_KINDS, MODEL_FILE_KEYS
 from library.errors import UserError
 from library.gguf_header import has_language_model
-from library.training.report.run_folder import cached_by_mtime, mtime, settings_of, text_of
+from library.training.report.run_folder import cached_by_mtime, checkpoints_of, header_of, mtime, settings_of, text_of
 from library.web.run import fragment
 from library.web.site import Site
 
 Values = Callable[[Site, Any], dict[str, Any]]  # of a template
 _MOST_SHOWN = 400  # of files in a list
 _ENDINGS = (".safetensors", ".gguf")
-_HEADER_BYTES = 2**23  # of a file; the largest have half of it
 _LORA = re.compile(r"\.lora|lora_|_lora\d?\.|\.diff(_b)?$|hada_w|lokr_w|dora_scale|\boft_")  # in tensors' names
 
 
@@ -83,9 +81,10 @@ def kind_of(path: Path) -> str:
     A GGUF file may be a "language_model".
     """
     with open(path, "rb") as file:
-        if (begin := file.read(8))[:4] == b"GGUF":
+        if file.read(4) == b"GGUF":
             return "language_model" if has_language_model(path) else "model"
-        head = json.loads(file.read(min(struct.unpack("<Q", begin)[0], _HEADER_BYTES)))
+    if not (head := header_of(path)):
+        raise ValueError(f"{path}: cannot be read")
     if not any(_LORA.search(name) for name in head):
         return "model"
     metadata = json.dumps(head.get("__metadata__")) + (text_of(path.with_name("adapter_config.json")) or "")
@@ -109,7 +108,7 @@ def show_screen(site: Site, request: Request, kind: str, template: str, form: Va
     job = site.jobs.get(query["job"]) if "job" in query else None
     site.jobs.go_on([job] if job else [])
     try:
-        values = {"here": here, "job": job, **(result(site, job) if job else {})}
+        values = {"here": here, "job": job, "query": query, **(result(site, job) if job else {})}
         if query.get("part") == "result":
             return fragment(site, request, template, "result", **values)
         jobs = [each for each in site.jobs.all() if each.kind == kind]
@@ -119,7 +118,8 @@ def show_screen(site: Site, request: Request, kind: str, template: str, form: Va
         base = {"model": run.get("pretrained_model_name_or_path", ""), "model_type": run.get("model_type", "flux")}
         fields = base | form(site, run) | asked | {"lora": lora, "asked": asked, "types": IMAGE_MODELS}
         found = weights_in(site)
-        fields |= {"loras": found["lora"], "models": found["model"], "jobs": jobs, "seen": ""}
+        steps = checkpoints_of(lora_file(site, lora).parent) if lora else []
+        fields |= {"loras": found["lora"], "models": found["model"], "jobs": jobs, "seen": "", "steps": steps}
         return site.page(request, template, **fields | values)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         if job is None or isinstance(error, UserError):

@@ -25,6 +25,7 @@ from library.folder_lock import HOLDER, is_held
 from library.training.report.metrics_file import MetricsReader, Run, Series, charts_of
 from library.training.report.run_folder import (
     PREPARING,
+    checkpoints_of,
     defaults_of,
     mtime,
     newest_metrics,
@@ -196,6 +197,7 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
         "waits_for": partial(ahead, site, run.job),
         "texts": partial(texts_of, folder),
         "loras": partial(_loras, folder, run.job, jobs),
+        "saved_steps": partial(checkpoints_of, folder),
     }
     if (part := request.query_params.get("part")) in ("overview", "samples", "files", "log"):
         return fragment(site, request, "run.html", part, **values)

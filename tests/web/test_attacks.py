@@ -362,11 +362,11 @@ def test_odd_reports_and_jobs_get_a_line(server: Server) -> None:
                {"verdict": {"words": [], "alarm": 1}, "deployment": {"image": "x", "velocity": []}}]  # fmt: skip
     for kind, screen in (("report", "/precision"), ("generate", "/generate")):
         for report in reports:
-            for asked in ({}, {"form": 3, "was": "x", "strengths": 5, "prompts": 7}):
+            for asked in ({}, {"form": 3, "was": "x", "number": 5}, {"form": {"lora": 7}, "number": "x"}):
                 job = jobs.add(kind, "odd", ["-c", "pass"], queued=True,
                                files={"asked.json": json.dumps(asked), "place": "1"})  # fmt: skip
-                for name, value in (("report/report.json", report), ("images/images.jsonl", [1])):
-                    (job.folder / name).parent.mkdir()
+                for name, value in (("report/report.json", report), ("grid.json", report | {"steps": 3})):
+                    (job.folder / name).parent.mkdir(exist_ok=True)
                     (job.folder / name).write_text(json.dumps(value))
                 status, text = get(server, f"{screen}?job={job.id}")
                 assert status in (200, 422), (screen, report, asked)

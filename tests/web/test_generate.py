@@ -18,9 +18,10 @@ from PIL import Image, ImageChops
 
 pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
 
+from library.errors import UserError
 from library.web import precision
-from tests.web.page import ROOT, Server, Tab, expect, serve
-from tools.generate import image, parser
+from tests.web.page import ROOT, Server, Tab, expect, serve, until
+from tools.generate import grid, image, parser
 
 pytestmark = pytest.mark.slow
 MODEL = str(ROOT / "assets/tiny-flux")
@@ -99,19 +100,133 @@ def text_encoder_lora(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [with_run, text_encoder_lora])
-def test_several_strengths_paint_what_separate_runs_paint(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_several_strengths_give_what_separate_runs_give(make: Callable[[Path], Path], tmp_path: Path) -> None:
     lora = make(tmp_path)
-    found = painted("--lora", str(lora), "--strengths", "0", "0.5", "1.2", "--save_to", str(tmp_path / "all"))
+    words = ["--steps", lora.name, "--strengths", "0", "0.5", "1.2"]
+    (found,) = grid_of(lora.parent, *words)[1]
     without = painted("--save_to", str(tmp_path / "0"))
     half = painted("--lora", f"{lora}:0.5", "--save_to", str(tmp_path / "half"))
     more = painted("--lora", f"{lora}:1.2", "--save_to", str(tmp_path / "more"))
     assert found == [without[0], half[0], more[0], without[1], half[1], more[1]]
     assert len(set(found)) == 6
-    lines = [json.loads(line) for line in (tmp_path / "all/images.jsonl").read_text().splitlines()]
-    assert [(line["row"], line["strength"]) for line in lines] == [(r, s) for r in (0, 1) for s in (0, 0.5, 1.2)]
 
 
-def paint(tab: Tab) -> None:
+def with_steps(folder: Path) -> Path:
+    """Write a run with two saved steps and what it ended with, all of other weights, and metrics; return its folder."""
+    from safetensors.torch import load_file, save_file
+
+    run = with_run(folder).parent
+    with open(run / "config.toml", "a") as file:
+        file.write('[saving]\noutput_name = "zorbo"\n')
+    weights, metrics = load_file(run / "zorbo.safetensors"), []
+    for step, name in ((4, "zorbo-step00000004"), (8, "zorbo-step00000008"), (12, "zorbo")):
+        about = {"ss_steps": str(step), "ss_output_name": "zorbo", "modelspec.title": "zorbo"}
+        save_file({key: step / 12 * each for key, each in weights.items()}, run / f"{name}.safetensors", about)
+        loss = {4: 0.54321, 8: 0.41, 12: 0.46789}[step]
+        metrics.append({"step": step, "val_loss": loss, "val_prior_loss": step / 1000})
+        metrics += [{"step": step, "loss": 9.0}, {"step": step + 1, "val_loss": 9.0}]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
+    return run
+
+
+def grid_of(run: Path, *words: str) -> tuple[dict[str, Any], list[list[bytes]]]:
+    """Return the record of a grid of two prompts at two strengths, and its images."""
+    flags = [
+        "--w",
+        "64",
+        "--h",
+        "64",
+        "--s",
+        "2",
+        "--g",
+        "1",
+        "--prompt",
+        "a house",
+        "a tree",
+        "--strengths",
+        "0.5",
+        "1",
+    ]
+    grid(parser().parse_args(["grid", "--run", str(run), "--model", MODEL, *flags, *words]))
+    record = json.loads((run / "grid/grid.json").read_text())
+    return record, [[Image.open(name).tobytes() for name in row] for row in record["images"]]
+
+
+def test_the_grid_of_a_run_holds_what_image_makes_and_the_numbers_of_its_metrics(tmp_path: Path) -> None:
+    run = with_steps(tmp_path)
+    record, images = grid_of(run)
+    files = ["zorbo-step00000004", "zorbo-step00000008", "zorbo"]
+    for name, row in zip(files, images, strict=True):
+        single = [
+            painted("--lora", f"{run / name}.safetensors:{strength}", "--save_to", str(tmp_path / f"{name}{strength}"))
+            for strength in (0.5, 1)
+        ]
+        assert row == [single[0][0], single[1][0], single[0][1], single[1][1]]
+    assert len({image for row in images for image in row}) == 12
+    assert record["columns"] == [["a house", 0.5], ["a house", 1.0], ["a tree", 0.5], ["a tree", 1.0]]
+    assert record["steps"] == [
+        ["zorbo-step00000004.safetensors", "step 4, held-out loss 0.5432, changed elsewhere 0.0040"],
+        ["zorbo-step00000008.safetensors", "step 8, lowest held-out loss 0.4100, changed elsewhere 0.0080"],
+        ["zorbo.safetensors", "step 12, held-out loss 0.4679, changed elsewhere 0.0120"],
+    ]
+    width, height = Image.open(run / "grid/grid.png").size
+    assert width > 4 * 64
+    assert height > 3 * 64
+    with pytest.raises(UserError, match="--steps 5: is not in .*; it has 4, 8, 12"):
+        grid_of(run, "--steps", "5")
+
+
+def test_a_grid_that_is_killed_goes_on_and_makes_anew_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from library.training.sampling import images as saving
+
+    run, save, saved = with_steps(tmp_path), saving.save_image, list[str]()
+
+    def save_some(image: Image.Image, path: Path, texts: dict[str, str]) -> None:
+        if len(saved) == 5:
+            raise KeyboardInterrupt
+        save(image, path, texts)
+        saved.append(path.name)
+
+    monkeypatch.setattr(saving, "save_image", save_some)
+    with pytest.raises(KeyboardInterrupt):
+        grid_of(run)
+    before = {path: path.stat().st_mtime_ns for path in (run / "grid").glob("*_*.png")}
+    assert len(before) == 5
+    saved[:] = ["none yet"] * 6
+    record, _ = grid_of(run)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    shown = {Path(name).name for row in record["images"] for name in row}
+    assert {*saved[6:], *(path.name for path in before)} == shown
+    assert len(saved[6:]) == 7
+    shutil.copy(run / "zorbo.safetensors", run / "zorbo-step00000004.safetensors")
+    saved[:] = ["none yet"] * 6
+    grid_of(run, "--steps", "4", "8")
+    assert [name.partition("_")[0] for name in saved[6:]] == ["zorbo-step00000004"] * 4
+
+
+def test_without_prompts_a_grid_takes_the_runs_then_captions_of_held_out_images(tmp_path: Path) -> None:
+    from library.config.schema import DatasetArguments
+    from library.data.config import load_dataset_config
+    from library.data.samples import scan
+
+    run = with_steps(tmp_path)
+    words = ["grid", "--run", str(run), "--steps", "8", "--strengths", "1", "--w", "64", "--h", "64", "--s", "1"]
+    config = (run / "config.toml").read_text().replace('"assets/', f'"{ROOT}/assets/')
+    for text in (config, config.replace("sample_prompts", "# ")):
+        (run / "config.toml").write_text(text)
+        grid(parser().parse_args([*words, "--model", MODEL]))
+        columns = [prompt for prompt, _ in json.loads((run / "grid/grid.json").read_text())["columns"]]
+        if text == config:
+            prompts = (ROOT / "assets/demo_dataset/prompts.txt").read_text().splitlines()
+            assert columns == [line.partition(" --")[0] for line in prompts if line[0] != "#"]
+    toml = str(ROOT / "assets/demo_dataset/dataset.toml")
+    held = scan(load_dataset_config(toml, DatasetArguments(dataset_config=toml)), 0, 16).held_out
+    assert columns == [one.caption for one in held][:3]
+
+
+def generate(tab: Tab) -> None:
     tab.open("/generate?lora=output/zorbo/zorbo.safetensors")
     prompts = tab.page.get_by_label("Prompts, one a line")
     expect(prompts).to_have_value(
@@ -120,19 +235,19 @@ def paint(tab: Tab) -> None:
     prompts.fill(f"{EVIL}\na house --d 5")
     tab.page.get_by_label("Strengths", exact=True).fill("0, 1")
     tab.page.get_by_label("Steps").fill("2")
-    tab.page.get_by_role("button", name="Paint").click()
+    tab.page.get_by_role("button", name="Generate", exact=True).click()
     tab.page.wait_for_url("**job=*")
 
 
 def test_the_grid_shows_what_was_painted(tab: Tab, server: Server, size: str) -> None:
-    paint(tab)
+    generate(tab)
     expect(tab.page.locator("#result .tag").first).to_have_text("done", timeout=60_000)
     cells = tab.page.locator("button.shot")
     expect(cells).to_have_count(4)
     expect(cells).to_have_text(["strength 0", "strength 1"] * 2)
     expect(tab.page.locator("#result h3").first).to_have_text(EVIL)
     job = tab.page.url.rpartition("=")[2]
-    files = sorted((server.output / ".tandem/jobs" / job / "images").glob("*.png"))
+    files = sorted((server.output / ".tandem/jobs" / job / "images").glob("*_strength*.png"))
     images = cells.locator("img")
     names = [re.search(r"%2F([^%]+\.png)", each.get_attribute("src"))[1] for each in images.all()]
     assert sorted(names) == [path.name for path in files]
@@ -156,14 +271,55 @@ def test_pictures_appear_while_it_paints_and_several_loras_are_one_sum(tab: Tab,
     shutil.copy(server.output / "zorbo/zorbo.safetensors", server.output / "zorbo/the other one.safetensors")
     further = "output/zorbo/zorbo.safetensors:-0.75\noutput/zorbo/the other one.safetensors:-0.25"
     tab.page.get_by_label("Further LoRAs").fill(further)
-    tab.page.get_by_role("button", name="Paint").click()
+    tab.page.get_by_role("button", name="Generate", exact=True).click()
     tab.page.wait_for_url("**job=*")
     expect(tab.page.locator(".shot")).to_have_count(2)  # empty cells, until they are painted
     expect(tab.page.locator("#result .tag").first).to_have_text("done", timeout=60_000)
     folder = server.output / ".tandem/jobs" / tab.page.url.rpartition("=")[2]
-    without, both = (Image.open(path).convert("RGB") for path in sorted((folder / "images").glob("*.png")))
+    without, both = (Image.open(path).convert("RGB") for path in sorted((folder / "images").glob("*_strength*.png")))
     assert max(high for _, high in ImageChops.difference(without, both).getextrema()) <= 2  # one takes the other back
     expect(tab.page.get_by_label("Further LoRAs")).to_have_value(further)
+
+
+def test_the_best_saved_step_is_found_kept_by_a_name_and_the_others_deleted(browser: Any, tmp_path: Path) -> None:
+    run = with_steps(tmp_path)
+    kept = (run / "zorbo-step00000008.safetensors").read_bytes()
+    with serve(tmp_path) as server:
+        tab = Tab(browser, server)
+        tab.open("/run?path=output/zorbo")
+        expect(tab.page.locator("#files")).to_contain_text(
+            "step 8, lowest held-out loss 0.4100, changed elsewhere 0.0080"
+        )
+        tab.page.get_by_role("link", name="Which one is best?").click()
+        expect(tab.page.locator("[name=saved]:checked")).to_have_count(3)
+        tab.page.get_by_label("Prompts, one a line").fill("a house")
+        tab.page.get_by_label("Strengths", exact=True).fill("0.5 1")
+        tab.page.get_by_label("Steps", exact=True).fill("1")
+        tab.page.get_by_role("button", name="Generate", exact=True).click()
+        tab.page.wait_for_url("**job=*")
+        expect(tab.page.locator("#result .tag").first).to_have_text("done", timeout=120_000)
+        expect(tab.page.locator("#result h3")).to_have_text(["a house, strength 0.5", "a house, strength 1"])
+        expect(tab.page.locator("button.shot")).to_have_count(6)
+        expect(tab.page.locator("button.shot").nth(1)).to_contain_text("step 8, lowest held-out loss 0.4100")
+        assert len(list((run / "grid").glob("*_strength*.png"))) == 6
+        tab.fits()
+        saved = tab.page.locator("#saved")
+        expect(saved.locator("option:checked")).to_contain_text("zorbo-step00000008")
+        saved.get_by_label("Name to keep it by").fill("zorbo")
+        saved.get_by_role("button", name="Keep this one").click()
+        expect(tab.page.locator("#message")).to_contain_text("it is taken")
+        saved.get_by_label("Name to keep it by").fill("my zorbo")
+        saved.get_by_role("button", name="Keep this one").click()
+        until(lambda: (run / "my zorbo.safetensors").is_file())
+        tab.open("/run?path=output/zorbo")
+        expect(tab.page.locator("#files b")).to_have_count(3)
+        tab.page.get_by_role("button", name="Delete the other checkpoints").click()
+        until(lambda: not (run / "zorbo.safetensors").exists())
+        assert [path.name for path in run.glob("*.safetensors")] == ["my zorbo.safetensors"]
+        assert (run / "my zorbo.safetensors").read_bytes() == kept
+        expect(tab.page.locator("#files")).to_contain_text("my zorbo.safetensors")
+        tab.close()
+    assert len(list((tmp_path / "output/.tandem/trash").glob("*/*/zorbo*.safetensors"))) == 2
 
 
 @pytest.fixture(scope="module")

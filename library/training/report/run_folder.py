@@ -7,15 +7,18 @@ every few seconds. Nothing heavy is imported here.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache, lru_cache
+from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 
@@ -33,6 +36,7 @@ _RUN_HEADING = re.compile(r"# Tandem .*: the settings of this run")
 _SAMPLE = re.compile(r"step(\d{6,})_(\d{2,})\.png")
 PREPARING = ".preparing.json"  # in a run's folder, before its first step
 _STATE = re.compile(r"step(\d+)-state")
+_HEADER_BYTES = 2**23  # of a file; the largest have half of it
 
 
 def mtime(path: Path) -> float:
@@ -149,3 +153,45 @@ def states_of(folder: Path) -> list[tuple[str, str]]:
     """Return a run's states, the newest first: the folder's name, and the step that it is of."""
     found = sorted(folder.glob("*-state"), key=mtime, reverse=True)
     return [(f.name, f"step {int(at[1])}" if (at := _STATE.search(f.name)) else "the end") for f in found]
+
+
+class Checkpoint(NamedTuple):
+    """A LoRA file that a run has saved; its step, -1 if that is not known; that, and what was measured, in words."""
+
+    path: Path
+    step: int = -1
+    about: str = ""
+
+
+@cached_by_mtime
+def header_of(file: Path) -> dict[str, Any]:
+    """Return the header of a .safetensors file."""
+    with open(file, "rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        return dict(json.loads(opened.read(min(length, _HEADER_BYTES))))
+
+
+@cached_by_mtime
+def _validations(file: Path) -> dict[int, dict[str, float]]:
+    with open(file, "rb") as opened:
+        records = [record for line in opened if b'"val_' in line and (record := parse_line(line))]
+    return {int(record["step"]): record for record in records}
+
+
+def checkpoints_of(folder: Path) -> list[Checkpoint]:
+    """Return the LoRAs that a run has saved under its own name, by step; of a step what it ended with last."""
+    own = re.escape(str(settings_of(folder).get("output_name", "lora")))
+    validations, steps = _validations(folder / "metrics.jsonl") or {}, dict[Path, int]()
+    for path in folder.glob("*.safetensors"):
+        if re.fullmatch(rf"{own}(-step\d{{8}}|-\d{{6}}|-best)?\.safetensors", path.name):
+            said = str(((header_of(path) or {}).get("__metadata__") or {}).get("ss_steps"))
+            found = re.search(r"-step(\d{8})\.", path.name) or re.fullmatch(r"(\d{1,15})", said)
+            steps[path] = int(found[1]) if found else -1
+    least, rows = min((validations.get(step, {}).get("val_loss", inf) for step in steps.values()), default=inf), []
+    for path, step in sorted(steps.items(), key=lambda item: (item[1], item[0])):
+        values, about = validations.get(step, {}), path.stem if step < 0 else f"step {step}"
+        held_out = f"{'lowest ' * (values.get('val_loss') == least)}held-out loss"
+        numbers = {held_out: values.get("val_loss"), "changed elsewhere": values.get("val_prior_loss")}
+        about += "".join(f", {what} {value:.4f}" for what, value in numbers.items() if value is not None)
+        rows.append(Checkpoint(path, step, about))
+    return rows

@@ -2,15 +2,17 @@
 
 Text encoders first, freed again, then the transformer with its LoRAs, then one image after the other. Several LoRAs
 become one of the summed rank, which is exact (``networks.merging.low_rank``) and costs one pair of small products a
-layer.
+layer. What is to be generated are :class:`Cell` s: prompts with the LoRAs, and their strength, that each is made with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from PIL.Image import Image
+from torch import nn
 
 from library.config.model_types import Blank
 from library.console import Console
@@ -31,13 +33,21 @@ from networks.files.metadata import TrainedOn, base_mismatch
 from networks.files.weights import LoraWeights
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource
-from networks.network import attach_lora
+from networks.network import AdapterNetwork, attach_lora
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An image to make: the updates of its LoRAs add up, ``strength`` multiplies their own strengths."""
+
+    prompt: SamplePrompt
+    loras: tuple[LoraSource, ...] = ()
+    strength: float = 1.0
 
 
 def generate_images(
     family: Family,
-    prompts: Sequence[SamplePrompt],
-    loras: Sequence[LoraSource],
+    cells: Sequence[Cell],
     dtype: torch.dtype,
     device: torch.device,
     console: Console,
@@ -46,65 +56,78 @@ def generate_images(
     blank: Blank | None = None,
     swapped: int | None = 0,
     encoders: tuple[ImageEncoder, TextEncoder] | None = None,
-    strengths: Sequence[float] = (1.0,),
 ) -> Iterator[tuple[SamplePrompt, Image]]:
-    """Yield each prompt with its image; with several ``strengths``, with its image at each of them.
+    """Yield each cell's prompt with its image; the model is loaded once for all, and the LoRAs in it are exchanged.
 
     Args:
         family: the base model.
-        prompts: what to generate.
-        loras: files with their strengths; updates of the same layer add up.
+        cells: what to generate; those of the same LoRAs should follow each other.
         dtype: of the weights, and of the products when it is a 16-bit one.
         device: where to compute.
         console: for what is to be known about model and LoRAs.
         fp8: which weights of the transformer become fp8; what its file has in fp8 stays so.
         sizing: of reference images; by default they get the prompt's width and height.
-        blank: what the region to fill is blanked with; by default as the LoRAs' files say, else grey.
-        swapped: blocks whose weights wait in host memory; None: as many as can.
+        blank: what the region to fill is blanked with; by default as the first LoRAs' files say, else grey.
+        swapped: without LoRAs, blocks whose weights wait in host memory; None: as many as can.
         encoders: of images and text; by default the family's, of ``dtype``.
-        strengths: of all LoRAs together, times their own; the model is loaded once for all.
     """
+    prompts = list(dict.fromkeys(cell.prompt for cell in cells))
+    variants = list(dict.fromkeys(cell.loras for cell in cells))
     for remark in check_prompt_images(prompts, family.conditioning, family.most_references):
         console.print(f"note: {remark}")
-    weights = read_loras(loras, family, console)  # before anything that takes time
-    source = " + ".join(str(lora.path) for lora in loras)
     targets = family.targets
     if encoders is None:
         encoders = family.load_image_encoder(dtype, device), family.load_text_encoder(dtype, device)
     image_encoder, text_encoder = encoders
     for remark in note_changes(prompts, text_encoder.too_long):
         console.print(f"note: {remark}", soft_wrap=True)
-    multiple, blank = image_encoder.pixel_multiple, blank or trained_blank(loras)
+    multiple, blank = image_encoder.pixel_multiple, blank or trained_blank(variants[0])
     rules = PromptImageRules(family.conditioning, sizing or ControlSizing(), multiple, blank)
     if family.conditioning == "fill" and blank != "grey":
         console.print(f"regions to fill are blanked with {blank}")
     texts: dict[str, TextJob] = {}
     for prompt in prompts:
         texts |= text_jobs(prompt, text_encoder.sees_references, rules)
-    by_text = any(encoder.name in weights for encoder in targets.text_encoders)
-    embeddings = {
-        strength: encode_with_loras(text_encoder, texts, weights if strength else {}, targets, source, strength)
-        for strength in dict.fromkeys(strengths if by_text else strengths[:1])
-    }
-    conditions = [encode_prompt_images(prompt, image_encoder, rules) for prompt in prompts]
+    embeddings: dict[tuple[tuple[LoraSource, ...], float] | None, dict[str, dict[str, torch.Tensor]]] = {}
+    for loras in variants:  # all of them together may be too large for the memory
+        weights = read_loras(loras, family, console)
+        by_text = any(encoder.name in weights for encoder in targets.text_encoders)
+        for strength in dict.fromkeys(cell.strength for cell in cells if cell.loras == loras):
+            changed, key = weights if strength else {}, (loras, strength) if by_text else None
+            if key not in embeddings:
+                embeddings[key] = encode_with_loras(text_encoder, texts, changed, targets, _names(loras), strength)
+    conditions = {prompt: encode_prompt_images(prompt, image_encoder, rules) for prompt in prompts}
     fp8 = fp8 or WeightLoader()
     transformer = family.load_transformer(dtype, device if swapped == 0 else "cpu", fp8=fp8)
     if (layout := family.quantized_file()) or fp8.recipe:
         console.print(f"base: {describe_base(layout, fp8, dtype)}")
-    transformer_weights = weights.get(targets.file_prefix)
-    network = attach_lora(transformer, transformer_weights, targets, source) if transformer_weights else None
     if swapped != 0:
         blocks = family.blocks(transformer)
         swap_blocks(transformer, blocks, swappable(blocks)[0] if swapped is None else swapped, device)
-    for prompt, its_conditions in zip(prompts, conditions, strict=True):
-        for strength in strengths:
-            if network and tuple(strengths) != (1.0,):
-                network.set_multiplier(strength)
-                for name, layer in network.modules.items():  # at 0 they are taken out: the base, bit for bit
-                    transformer.set_submodule(targets.path_in_model(name), layer if strength else layer.base)
-            found = embeddings[strength if by_text else strengths[0]]
-            texts_of_it = {text: found[prompt.text_key(text)] for text in prompt.texts()}
-            yield prompt, generate_image(family, transformer, image_encoder, prompt, texts_of_it, its_conditions)
+    network, attached = None, tuple[LoraSource, ...]()
+    for cell in cells:
+        prompt = cell.prompt
+        if cell.loras != attached:
+            _put_in(transformer, network, targets, 0.0)
+            attached = cell.loras
+            layers = read_loras(attached, family, Console(quiet=True)).get(targets.file_prefix)
+            network = attach_lora(transformer, layers, targets, _names(attached)) if layers else None
+        _put_in(transformer, network, targets, cell.strength)
+        found = embeddings[(attached, cell.strength) if (attached, cell.strength) in embeddings else None]
+        texts_of_it = {text: found[prompt.text_key(text)] for text in prompt.texts()}
+        yield prompt, generate_image(family, transformer, image_encoder, prompt, texts_of_it, conditions[prompt])
+
+
+def _put_in(transformer: nn.Module, network: AdapterNetwork | None, targets: LoraTargets, strength: float) -> None:
+    """Put a network's layers into the model at ``strength``; at 0 they are taken out: the base, bit for bit."""
+    if network and strength:
+        network.set_multiplier(strength)
+    for name, layer in network.modules.items() if network else ():
+        transformer.set_submodule(targets.path_in_model(name), layer if strength else layer.base)
+
+
+def _names(loras: Sequence[LoraSource]) -> str:
+    return " + ".join(str(lora.path) for lora in loras)
 
 
 def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) -> dict[str, dict[str, LoraWeights]]:

@@ -9,7 +9,7 @@ sampled before it was interrupted.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,8 +151,7 @@ class Sampler:
             rows.append((prompt.prompt, images if start is None else [start, *images]))
         if self.rules.conditioning != "none":
             titles = ["input", *titles]
-        with atomic_path(path) as temporary:
-            _sheet(titles, rows).save(temporary, format="PNG")
+        write_sheet(path, titles, rows)
         return path
 
 
@@ -234,8 +233,8 @@ def _shown_size(image: Path | Image.Image) -> tuple[int, int]:
     return max(1, round(image.width * factor)), max(1, round(image.height * factor))
 
 
-def _sheet(titles: list[str], rows: list[tuple[str, list[Path | Image.Image]]]) -> Image.Image:
-    """Return one image: a column a title, a row a prompt with the prompt under it; two prompts side by side."""
+def write_sheet(path: Path, titles: list[str], rows: Sequence[tuple[str, Sequence[Path | Image.Image]]]) -> None:
+    """Write one image: a column a title, a row with its text under it; of two columns two rows side by side."""
     across = 2 if len(rows) > 3 and len(titles) == 2 else 1
     block_width = len(titles) * (_CELL + 8) + 16
     heights = [max(_shown_size(image)[1] for image in images) for _, images in rows]
@@ -254,4 +253,5 @@ def _sheet(titles: list[str], rows: list[tuple[str, list[Path | Image.Image]]]) 
                 sheet.paste(image.convert("RGB").resize(_shown_size(image), Image.Resampling.LANCZOS), (x, top))
         caption = "\n".join(textwrap.wrap(prompt, len(titles) * _CELL // 7)[:2])
         draw.multiline_text((left, top + heights[i] + 4), caption, fill="#333333", font=font, spacing=2)
-    return sheet
+    with atomic_path(path) as temporary:
+        sheet.save(temporary, format="PNG")

@@ -47,7 +47,7 @@ from library.processes import agreed
 from library.training.memory.budget import GIB, available_bytes
 from library.training.plan import base_dtype
 from library.training.report.progress import counting
-from library.training.sampling.generate import generate_images
+from library.training.sampling.generate import Cell, generate_images
 from library.training.sampling.images import save_image
 from library.training.sampling.prompts import SamplePrompt, read_prompts, usual_prompt
 from networks.merging.merge import BaseWeights
@@ -179,8 +179,8 @@ def paint(
             dtype = base_dtype(config.model, config.training)
             swapped = _swapped(config, family, loader, accelerator.device)
             images = generate_images(
-                family, [prompt for _, prompt in todo], [], dtype, accelerator.device, console, loader, swapped=swapped,
-                encoders=encoders,
+                family, [Cell(prompt) for _, prompt in todo], dtype, accelerator.device, console, loader,
+                swapped=swapped, encoders=encoders,
             )  # fmt: skip
             with counting(console) as progress:
                 advance = progress(PAINTING, len(todo))
