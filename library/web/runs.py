@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def compare(site: Site, request: Request, form: Form) -> Response:
         for kind, prompt, files in samples_of(one.path):
             painted.setdefault((kind, prompt), []).extend((step, one.name, files[step]) for step in files)
     pictures = [
-        (prompt, [(f"{name}, step {step}", address(file)) for step, name, file in sorted(cells)])
+        (prompt, [(f"{name}, step {step}", address(file)) for step, name, file in sorted(cells, key=itemgetter(0))])
         for (_, prompt), cells in painted.items()
     ]
     settings = [settings_of(path, job.folder if job else None) for path, job in zip(paths, jobs, strict=True)]

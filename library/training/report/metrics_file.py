@@ -209,7 +209,8 @@ def _chart(runs: Sequence[Run], decay: float, title: str, keys: list[str], form:
             before = "σ " if keys[0][-1] == "_" else ""
             groups = list(run.groups(keys[0]).items())[:_MOST_LINES]
             columns = {before + ", ".join(names): series for names, series in groups}
-        kinds = [*(_LABELS[key] for key in keys if key in _LABELS), *columns]  # a curve keeps its number, and colour
+        # A curve keeps its number, and so its colour, when another one begins. Noise levels are all there soon.
+        kinds = [_LABELS[key] for key in keys if key in _LABELS] or (sorted(columns) if "σ" in title else [*columns])
         for label, (steps, values) in sorted(columns.items()):
             values = values / 2**30 if "bytes" in keys[0] else values
             shown = [(label, average(values, decay) if form in ("noisy", "smooth") else values, False)]
