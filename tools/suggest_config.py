@@ -20,7 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from library.config.kinds import model_type_of
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
+from library.config.published_models import MODEL
 from library.config.schema import ModelConfig
 from library.errors import UserError, counted, exit_on_user_error
 from library.files import broken_link, write_text
@@ -139,6 +141,8 @@ def main() -> None:
     settings = [f"{key} = {value}" for key, value in chosen.settings.items()] or ["nothing quantised or swapped"]
     training = (f"{key} = {values[key][0]}" for key in ("network_dim", "learning_rate", "max_train_steps"))
     print(f"model     {answered.model}: {answered.model_type}")
+    for line in model_type_of({MODEL: answered.model, "model_type": answered.model_type})[1]:
+        print(f"          {line}")
     print(f"images    {counted(len(found.samples), 'image')} of about {found.side} x {found.side}")
     print(f"card      {f'{answered.gpu_memory / GIB:.1f} GiB; ' if answered.gpu_memory else ''}{chosen.describe()}")
     print(f"memory    {', '.join(settings)}")

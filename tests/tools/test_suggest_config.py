@@ -412,3 +412,11 @@ def test_what_is_there_is_replaced_only_when_asked(tmp_path: Path) -> None:
     assert (tmp_path / "config.toml").read_text() == "mine"
     write([*STYLE, "--overwrite"], tmp_path)
     assert (tmp_path / "config.toml").read_text() != "mine"
+
+
+def test_of_a_distilled_model_the_base_is_named(tmp_path: Path, capsys: Capture) -> None:
+    words = ["--kind", "style", "--model", "black-forest-labs/FLUX.2-klein-9B", "--images", IMAGES]
+    write([*words, "--gpu_memory", "16"], tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "distilled; train black-forest-labs/FLUX.2-klein-base-9B and use the LoRA on FLUX.2-klein-9B" in said
+    assert "9b" in (tmp_path / "out/config.toml").read_text()
