@@ -85,10 +85,8 @@ def parser() -> argparse.ArgumentParser:
     _add_image_command(sub)
     sub = commands.add_parser("grid", help="images with each saved step of a run", allow_abbrev=False)
     sub.add_argument("--run", type=Path, required=True, metavar="FOLDER", help="output folder of the run")
-    which = "which saved steps, or files in its folder (default: all saved steps)"
-    sub.add_argument("--steps", nargs="+", default=[], metavar="STEP", help=which)
-    each = "generate each prompt at each of these, times the LoRAs' own (default: 1)"
-    sub.add_argument("--strengths", nargs="+", type=strength, default=[1.0], metavar="X", help=each)
+    sub.add_argument("--steps", nargs="+", default=[], metavar="STEP", help="or files in its folder (default: all)")
+    sub.add_argument("--strengths", nargs="+", type=strength, default=[1.0], metavar="X", help="of LoRAs (default: 1)")
     sub.add_argument("--record", type=Path, metavar="FILE", help="default: grid.json in the images' folder")
     _add_image_command(sub, of_run=True)
     _add_text_command(commands)

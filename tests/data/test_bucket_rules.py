@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
-from library.config import load_config
+from library.config import load_config, published_models
 from library.config.schema import DatasetArguments
 from library.data.buckets import Bucketing, ControlSizing, Fit, Size, cover, describe_sizes
 from library.data.config import BucketRule, Dataset, DatasetSettings, load_dataset_config
@@ -24,7 +24,7 @@ from library.data.lint import check
 from library.data.new_dataset import write_dataset
 from library.data.samples import scan
 from library.errors import UserError
-from library.training.suggestion import Answers, Memory, suggest, summarise_dataset
+from library.training.suggestion import Answers, suggest, summarise_dataset
 from tests.data.folders import add_image, build, silent, write_toml
 
 # resolution, image; bucket and size before the crop; the same with bucket_no_upscale
@@ -290,7 +290,9 @@ def test_suggested_and_new_datasets_are_trained_on_whatever_the_images_are(
             path.with_suffix(".txt").write_text(f"a house {number}")
     for model_type in ("flux", "qwen_image_21"):
         answers = Answers("style", "m", model_type, {}, folder / "img", None, None, None, None, folder)
-        (folder / "suggested.toml").write_text(suggest(answers, summarise_dataset(answers), Memory({}))["dataset.toml"])
+        (folder / "suggested.toml").write_text(
+            suggest(answers, summarise_dataset(answers), published_models.Fit())["dataset.toml"]
+        )
         new = write_dataset(folder, "img", "", "512", "1")
         for path in (folder / "suggested.toml", new):
             config = load_dataset_config(path, DatasetArguments(dataset_config=str(path)))
