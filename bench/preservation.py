@@ -29,9 +29,8 @@ import numpy as np
 from PIL import Image
 
 from bench.measure import Table, benchmark_parser, finish
+from bench.painting import Pixels, background, coverage, paint, paint_shape, paint_zorbo, to_image
 from bench.tiny_runs import ROOT, mean_and_spread, run
-from dev.tiny_models.painting import Pixels, coverage, paint, paint_shape, to_image
-from dev.tiny_models.scenes import background, paint_zorbo
 
 MODEL, DEMO = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "demo_dataset"
 IMAGES, STEPS, EVERY, BATCH = 16, 100, 50, 2

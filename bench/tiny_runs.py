@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from dev.tiny_models.painting import to_image
-from dev.tiny_models.scenes import random_zorbo
+from bench.painting import random_zorbo, to_image
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions
@@ -34,9 +33,9 @@ def paint(folder: Path, count: int, seed: int, subset: str = "inpaint_mask_varia
     rng = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True)
     for number in range(count):
-        scene = random_zorbo(rng)
-        to_image(scene.image).save(folder / "images" / f"{number:03d}.png")
-        (folder / "images" / f"{number:03d}.txt").write_text(scene.caption)
+        caption, image = random_zorbo(rng)
+        to_image(image).save(folder / "images" / f"{number:03d}.png")
+        (folder / "images" / f"{number:03d}.txt").write_text(caption)
     return _dataset(folder, subset)
 
 
