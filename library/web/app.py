@@ -58,7 +58,7 @@ def create_app(roots: AllowedRoots, port: int, token: str | None = None) -> ASGI
     site = Site.of(roots)
     cards()  # the first visit finds an answer
     site.jobs.begin()  # what was queued when the machine went down
-    reading = Thread(target=lambda: runs.all_runs(site, site.jobs.all()), daemon=True)
+    reading = Thread(target=lambda: [runs.all_runs(site, site.jobs.all()), new_run.choices()], daemon=True)
     reading.start()  # the first visit finds it read; of very many runs it goes on beside
     reading.join(timeout=2)
     screens = [site.routes(module.ROUTES) for module in (runs, new_run, data, precision, generate, chat, trash)]

@@ -23,11 +23,12 @@ _FRESH, _GIVEN_UP = 2.0, 10.0  # seconds after which it is asked again, and a qu
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU: its number and name; and what it does, "87 % busy, 71 °C, 20.1 of 24 GiB", as far as it tells."""
+    """A GPU: number, name, GiB of memory; what it does, "87 % busy, 71 °C, 20.1 of 24 GiB", as far as it tells."""
 
     index: str
     name: str
     does: str
+    gib: float = 0.0
 
 
 _answer: tuple[float, list[Card]] = 0.0, []
@@ -61,4 +62,4 @@ def _card(index: str, name: str, *numbers: str) -> Card:
     use, heat, used, total = (float(text) if text.isdecimal() else None for text in numbers)  # else "[N/A]"
     memory = f"{used / 1024:.1f} of {total / 1024:.0f} GiB" if used is not None and total else ""
     does = ("" if use is None else f"{use:.0f} % busy", "" if heat is None else f"{heat:.0f} °C", memory)
-    return Card(index, name, ", ".join(filter(None, does)))
+    return Card(index, name, ", ".join(filter(None, does)), (total or 0) / 1024)

@@ -11,13 +11,15 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count
+from functools import cache
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from library.config import published_models as hub
 from library.config.edit import NAME, edited, lacks, option, read, shown
 from library.config.family_defaults import FAMILY, settled, tables
 from library.config.kinds import hub_instead_of_missing, kind_of
@@ -26,15 +28,17 @@ from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
 from library.config.load import RawConfig, checked, read_keys, toml_path
 from library.config.markers import split_pairs
-from library.config.model_types import MODEL_FILE_KEYS
+from library.config.model_types import MODEL_FILE_KEYS, MODEL_TYPES
 from library.config.optimizer_types import OPTIMIZERS
+from library.config.programs.translate import dataset_file
 from library.config.published_models import MODEL
 from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections
 from library.config.synonyms import synonyms
 from library.errors import UserError
-from library.files import decoded, parse_json, read_text, read_toml
+from library.files import decoded, find_program, parse_json, read_text, read_toml
 from library.models.hub import index_on_hub, takes_parts
 from library.training.report.run_folder import (
+    cached_by_mtime,
     defaults_of,
     find_runs,
     is_run,
@@ -63,6 +67,7 @@ _BASICS = {
     "What is written": "output_dir output_name save_every_n_steps sample_prompts sample_every_n_steps",
     "Memory": "mixed_precision memory gradient_checkpointing fp8_scaled fp8_text_encoder blocks_to_swap",
 }
+_OWN = ("output_name", "output_dir", "dataset_config")  # of a ready configuration, of no other run
 _TITLES = {"memory": "Memory count", "dataset": "Look at a dataset", "suggest": "Suggested settings"}
 _NAMED = (".safetensors", ".toml", ".txt", ".json", ".jsonl", ".gguf")  # files that options name
 _MOST_TEXT, _MOST_BRACKETS = 2**16, 2000  # of a configuration; nested lists take a hundred times their length to read
@@ -93,6 +98,7 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
     values, known, errors, problems = given.values, fields(script), dict[str, str](), []
     lines, notes, full = _against(site, script, given, is_new=True)
     typed = values | {key: full[key] for key in ("model_type",) if key in full}
+    kind = {key: f"as the model says: {typed[key]}" for key in ("model_type",) if key in typed and key not in values}
     for line in lines:
         key, message = found.groups() if (found := _LINE.match(line)) else ("", line)
         instead = hub_instead_of_missing(values) if key == MODEL else {}
@@ -104,7 +110,7 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
                 "line": line,
                 "key": key,
                 "changes": {key: content, **_renamed(content, values), **instead} if stands else {},
-                "offers": f"Take {content}" if content else "Remove",
+                "offers": f"Use {content} of the hub" if instead else f"Take {content}" if content else "Remove",
             }
         )
         errors[key] = f"{errors.get(key, '')}\n{message}".strip()
@@ -115,7 +121,7 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
         "errors": errors,
         "notes": notes,
         "values": {key: shown(values[key]) if key in values else "" for key in known},
-        "defaults": _of_family(typed, script) | _named(values),
+        "defaults": _of_family(typed, script) | _named(values) | kind,
         "unmet": {key: f"goes with {others}" for key in known if (others := lacks(key, typed, script))},
     }
 
@@ -163,7 +169,7 @@ def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) ->
     lines += [*_refused(site, values | hidden, script), *taken]
     if not lines and script is LORA:
         lines += filter(None, [reason_against(config)])
-    return lines, summary(notes), values
+    return lines, [line.replace(f"note: {NAME}:", "line ") for line in summary(notes)], values
 
 
 def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list[str]:
@@ -195,8 +201,10 @@ def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list
 
 
 def _refuse_kohyas(site: Site, text: str, name: str, depth: int = 0) -> None:
-    """Refuse kohya's settings that name what is outside, in the configuration and the dataset that they name too."""
-    for key, value in paths_read(text, name):
+    """Refuse another trainer's settings that name what is outside, in what files they name too."""
+    program = find_program(text)
+    named = [("datasets", dataset_file(program, text, Path(name)))] if program else paths_read(text, name)
+    for key, value in named:
         site.roots.refuse_paths_outside(value, key)
         path = Path(toml_path(str(value)))
         if key == "dataset_config" and path.is_file():
@@ -207,8 +215,7 @@ def _refuse_kohyas(site: Site, text: str, name: str, depth: int = 0) -> None:
 
 def _against_output(site: Site, values: Mapping[str, Any]) -> list[str]:
     """Return a line if output_dir is not free for this run, or output_name for its files; it ends with what is."""
-    waiting, line = [job for job in site.jobs.all() if job.output and not job.is_over], ""
-    taken, name = [Path(job.output) for job in waiting], str(values.get("output_name"))
+    (taken, named), name, line = _taken(site), str(values.get("output_name")), ""
     with suppress(UserError, KeyError):  # what lies elsewhere is said already
         path = site.roots.find(str(values["output_dir"]), output=True)
         if path in site.roots.outputs:
@@ -220,14 +227,19 @@ def _against_output(site: Site, values: Mapping[str, Any]) -> list[str]:
             line = "it holds another run; set resume or overwrite, or choose another"
         if line:
             return [f"output_dir: {line}, such as {site.roots.show(free_name(path, taken))}"]
-        folders = {run: run for place in site.roots.outputs for run in find_runs(place)}
-        folders |= {Path(job.output): job.folder for job in waiting}
-        names = {str(settings_of(at).get("output_name", "lora")): run for run, at in folders.items() if run != path}
+        names = {one: run for one, run in named if run != path}
         if name in names:
             free = next(each for n in count(2) if (each := f"{name}-{n}") not in names)
             where = site.roots.show(names[name])
             return [f"output_name: the run in {where} has files of this name; choose another, such as {free}"]
     return []
+
+
+def _taken(site: Site) -> tuple[list[Path], list[tuple[str, Path]]]:
+    """Return the folders of runs that wait or run; and the names of all runs' files, with each one's folder."""
+    waiting = {Path(job.output): job.folder for job in site.jobs.all() if job.output and not job.is_over}
+    folders = {run: run for place in site.roots.outputs for run in find_runs(place)} | waiting
+    return list(waiting), [(str(settings_of(at).get("output_name", "lora")), run) for run, at in folders.items()]
 
 
 def ready(site: Site) -> list[tuple[str, str]]:
@@ -238,6 +250,51 @@ def ready(site: Site) -> list[tuple[str, str]]:
             if title := re.match(r"#:schema .*\n# ?(.*)", text_of(site.roots.find(str(path))) or ""):
                 found.append((site.roots.show(path), title[1].rstrip(".:")))
     return found
+
+
+# ---- the models to choose from
+
+
+@cache
+def choices() -> list[tuple[hub.PublishedModel, dict[str, dict[int, dict[str, str]]]]]:
+    """Return the models that are trained on, each with ``model_type`` -> card -> option -> what a choice sets."""
+    found = []
+    for model in (row for row in hub.published_models() if row.adapter or not row.train_on):
+        kinds = {kind: dict[int, dict[str, str]]() for kind in model.model_types}
+        for kind, card in product(kinds, hub.CARDS):
+            if chosen := hub.fit(kind, model.size, card):
+                values = read_keys(read_text(ROOT / chosen.config), chosen.config, LORA).values
+                values |= hub.changes_for(model, kind, chosen)
+                values |= {"model_type": kind if kind != model.model_types[0] else ""}  # as the model says
+                given = {key: value for key, value in values.items() if key not in _OWN}
+                kinds[kind][card] = {key: "" if value == "" else shown(value) or "" for key, value in given.items()}
+        found.append((model, kinds))
+    return found
+
+
+def _picker(site: Site, weights: Mapping[str, list[str]], taken: list[Path]) -> dict[str, Any]:
+    """Return what the template shows: models and files, each with what goes with any card; and what no choice keeps."""
+
+    def folder(name: str) -> dict[str, str]:  # that no run has
+        path = site.roots.outputs[0] / re.sub(r"\W+", "_", name.lower())
+        return {"output_dir": site.roots.show(free_name(path, taken))}
+
+    loras = {Path(path).name: path for path in weights["lora"]}
+    models = [
+        (m, kinds, folder(m.label) | {"base_weights": loras.get(Path(m.adapter).name, "")}) for m, kinds in choices()
+    ]
+    files = {path: Path(path).expanduser() for path in weights["model"]}
+    families = {path: _family_in(file / "model_index.json" if file.is_dir() else file) for path, file in files.items()}
+    own = [(path, title, folder(Path(path).stem) | {MODEL: path}) for path, title in families.items() if title]
+    memory = {key for row in tables()["memory"] for key in row["settings"]}
+    return {"models": models, "own": own, "forced": [MODEL, "model_type", *MODEL_FILE_KEYS, *sorted(memory)]}
+
+
+@cached_by_mtime
+def _family_in(file: Path) -> str:
+    """Return the family of a model of images, a file or the model_index.json of a folder; "" if it is none."""
+    likely = kind_of(str(file.parent if file.name == "model_index.json" else file)).likely
+    return MODEL_TYPES[likely[0]].title if likely else ""
 
 
 # ---- requests
@@ -267,7 +324,7 @@ def show(site: Site, request: Request, form: Form) -> Response:
         script, _ = read(text, pretrains)
         for key, content in changes.items():
             text = edited(text, key, content, script)
-    weights, (tomls, _) = weights_in(site), datasets(site)
+    weights, (tomls, _), (runs, named) = weights_in(site), datasets(site), _taken(site)
     paths = [*weights["model"], *weights["language_model"], *(site.roots.show(path) for path, _ in tomls)]
     return site.page(
         request,
@@ -282,7 +339,8 @@ def show(site: Site, request: Request, form: Form) -> Response:
         ready=configs,
         optimizers=list(OPTIMIZERS),
         paths=paths + [path for path, _ in configs],
-        demo=next((path for path, _ in configs if path.endswith("demo.toml")), None),
+        datasets=[site.roots.show(path) for path, _ in tomls if "configs" not in path.parts],
+        **_picker(site, weights, [*runs, *(site.roots.outputs[0] / name for name, _ in named)]),
     )
 
 
@@ -380,7 +438,7 @@ def side_job(site: Site, request: Request, form: Form) -> Response:
     """Begin what is done beside the form: count memory, look the data over, suggest, or translate kohya's."""
     kind = str(form.get("job"))
     words, files = {"memory": _memory, "dataset": _dataset, "suggest": _suggestion}.get(kind, _migration)(site, form)
-    job = site.jobs.add(kind, _TITLES.get(kind, "Settings of kohya's"), words, files=files)
+    job = site.jobs.add(kind, _TITLES.get(kind, "Another trainer's settings"), words, files=files)
     return show_job(site, request, form, job)
 
 

@@ -30,6 +30,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from library.config.model_types import MODEL_TYPES
+from library.config.published_models import link, published_models
 from library.errors import UserError, counted
 from library.training.report.progress import duration
 from library.web.access import AllowedRoots, Refused
@@ -69,10 +71,11 @@ class Site:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        templates.filters |= {each.__name__: each for each in (number, duration, size, moment, ago)}
+        templates.filters |= {each.__name__: each for each in (number, duration, size, moment, ago, link)}
         templates.filters |= {"short": roots.show, "json": json.dumps, "urlencode": partial(quote, errors="replace")}
         templates.globals |= {"screens": SCREENS, "url": url, "counted": counted, "cards": cards}
         templates.globals["has_gpus"] = shutil.which("nvidia-smi") is not None
+        templates.globals |= {"published": published_models(), "types": MODEL_TYPES}
         parts = vars(templates.get_template("parts.html").module)  # a block that is rendered alone has them too
         templates.globals |= {name: macro for name, macro in parts.items() if name[0] != "_"}
         list(map(templates.get_template, templates.list_templates()))  # compiled before the first visit

@@ -23,15 +23,17 @@ pytest.importorskip("multipart")
 from library.config.edit import edited
 from library.config.load import checked, load_for, read_arguments
 from library.config.markers import words_of
-from library.config.published_models import MODEL
+from library.config.model_types import MODEL_TYPES
+from library.config.published_models import MODEL, published_models
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.errors import UserError
 from library.files import toml_text
 from library.models.hub import index_on_hub
 from library.web.access import AllowedRoots
 from library.web.jobs import Jobs
-from library.web.new_run import examine, form_of, start
+from library.web.new_run import _picker, _refuse_kohyas, examine, form_of, start
 from library.web.site import Site
+from library.web.trainable import _look
 from tests.config.test_edit import valid
 from tests.runs import write_dataset
 from tests.tiny import tiny_flux_pipeline
@@ -100,6 +102,60 @@ def test_what_the_trainer_says_of_model_and_dataset_is_said_before_the_start(sit
     own = text.replace('output/runA"', 'output/b"').replace('output_name = "runA"\n', "")
     found = examine(site, own, pretrains=False)
     assert (found["problems"], found["defaults"]["output_name"]) == ([], "b")
+
+
+# ---- the models to choose from
+
+
+def test_no_choice_of_a_model_and_a_card_is_refused(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    """Without a dataset that alone is missing; with one the trainer takes it, and trains the kind that was chosen."""
+
+    def look(config: Any) -> str:
+        return _look(config.model.model_dump_json(), config.dataset.model_dump_json(), "1")
+
+    monkeypatch.setattr("library.web.new_run.reason_against", look)  # in this process, which has torch
+    data = {
+        "none": write_dataset(tmp_path / "images"),
+        "fill": write_dataset(tmp_path / "masks", inpaint_masks='["halves"]'),
+    }
+    data["references"] = write_dataset(tmp_path / "edits", control_directory='"images"')
+    (site.roots.outputs[0] / "flux_1_dev").mkdir()
+    shown = _picker(site, {"lora": [], "model": []}, [])
+    seen = set()
+    for model, kinds, common in shown["models"]:
+        for (kind, cards), card in ((item, card) for item in kinds.items() for card in item[1]):
+            with subtests.test(model.label, kind=kind, card=card):
+                text = ""
+                for key, content in (cards[card] | common).items():
+                    text = edited(text, key, content, LORA)
+                assert [one["line"] for one in examine(site, text, False)["problems"]] == [
+                    "dataset_config: is required; fill it in"
+                ]
+                text = edited(text, "dataset_config", str(data[MODEL_TYPES[kind].conditioning]), LORA)
+                found = examine(site, text, False)
+                assert found["problems"] == []
+                assert kind in (found["values"]["model_type"], found["defaults"].get("model_type", "").split(": ")[-1])
+                assert found["values"]["output_dir"] != str(site.roots.outputs[0] / "flux_1_dev")
+                assert set(cards[card]) & {"blocks_to_swap", "fp8_scaled"} <= set(shown["forced"])
+                seen.add((model.hub, kind))
+    assert seen == {
+        (row.hub, kind) for row in published_models() if not row.train_on or row.adapter for kind in row.model_types
+    }
+
+
+def test_a_training_adapter_is_set_once_it_is_there_and_files_are_offered_with_their_family(site: Site) -> None:
+    turbo = next(row for row in published_models() if row.adapter)
+    path = f"models/{Path(turbo.adapter).name}"
+    folder = tiny_flux_pipeline(site.roots.outputs[0] / "my flux")
+    shown = _picker(site, {"lora": [path], "model": [str(folder), str(site.roots.outputs[0] / "none.gguf")]}, [])
+    assert {model.hub: common["base_weights"] for model, _, common in shown["models"] if common["base_weights"]} == {
+        turbo.hub: path
+    }
+    (own,) = shown["own"]
+    assert own[:2] == (str(folder), "FLUX.1")
+    assert own[2]["output_dir"] == str(site.roots.outputs[0] / "my_flux")
 
 
 # ---- every option
@@ -334,7 +390,7 @@ def test_prompts_stand_in_the_configuration_and_a_files_own_do_not(server: Serve
     assert 'sample_prompts = "data/prompts.txt"' in of_file
     lines = "a blue hat --w 64 --h 64 --s 1\na cat --w 64 --h 64 --s 1"
     changes = json.dumps({"sample_prompts": lines.replace("\n", "\r\n"), "sample_every_n_steps": "1"})
-    form = {"text": demo("output/typed"), "training": "images", "touched": "1", "changes": changes}
+    form = {"text": demo("output/typed", output_name="typed"), "training": "images", "touched": "1", "changes": changes}
     found = json.loads(post(server, "/new/edit", **form)[1])
     assert (found["problems"], found["values"]["sample_prompts"]) == ([], lines)
     assert post(server, "/new/start", text=of_file)[0] == 204
@@ -446,6 +502,37 @@ def test_the_demo_is_started_from_the_form_and_the_queue_runs_it(tab: Tab, serve
 
 
 @in_browser
+def test_a_first_lora_is_a_model_a_dataset_and_start(tab: Tab, server: Server, size: str) -> None:
+    """The hub cannot be reached from here, which the run says; another model keeps the steps that a person has set."""
+    page = tab.page
+    tab.open("/new")
+    tab.fits()
+    page.get_by_title("FLUX.2 klein base 9B, images, on a card of 12 GB").click()
+    expect(page.locator("#against")).to_have_text("Still to choose: a dataset")
+    expect(page.locator("#changed")).to_contain_text("fp8_scaled = true, ")
+    page.get_by_role("button", name="assets/demo_dataset/dataset.toml").click()
+    expect(page.locator("#against")).to_contain_text("Complete: the trainer takes it; the model is downloaded first")
+    expect(page.locator("[data-key=model_type] option").first).to_have_text("as the model says: flux2_klein")
+    expect(page.locator("[data-key=blocks_to_swap]")).to_have_value("8")
+    page.locator("[data-key=max_train_steps]").fill("77")
+    page.locator("summary", has_text="Choose a model").click()
+    page.get_by_title("Krea 2 Raw, images, on a card of 24 GB").click()
+    text = page.locator("#text")
+    expect(text).to_have_value(containing('"krea/Krea-2-Raw"'))
+    expect(page.locator("#changed")).to_contain_text("Removed: ")
+    expect(page.locator("#changed")).to_contain_text("Kept: max_train_steps = 77")
+    assert re.search("max_train_steps = 77", text.input_value())
+    assert not re.search("blocks_to_swap|save_format|flux", text.input_value())
+    tab.fits()
+    page.locator("#start").click()
+    page.wait_for_url(re.compile(r"/run\?path="))
+    output = server.output / ("krea_2_raw" if size == "wide" else "krea_2_raw-2")
+    job = until(lambda: (one := _job_of(server, output)) and one.is_over and one)
+    assert "krea/Krea-2-Raw" in job.error
+    assert "Traceback" not in job.log
+
+
+@in_browser
 def test_form_and_text_follow_each_other_and_nothing_typed_is_run(tab: Tab, size: str) -> None:
     page = tab.page
     tab.open("/new?config=configs/demo.toml")
@@ -521,7 +608,7 @@ def test_a_configuration_of_kohyas_is_dropped_and_its_table_shown(tab: Tab, serv
         "accelerate launch flux_train_network.py --pretrained_model_name_or_path assets/tiny-flux --network_module "
     )
     script += "networks.lora_flux --network_dim 8 --dataset_config assets/demo_dataset/dataset.toml --xformers"
-    page.get_by_role("button", name="From kohya").click()
+    page.get_by_role("button", name="From another trainer").click()
     page.locator("input[name=kohya]").set_input_files(
         {"name": "my train.sh", "mimeType": "text/plain", "buffer": script.encode()}
     )
@@ -531,6 +618,18 @@ def test_a_configuration_of_kohyas_is_dropped_and_its_table_shown(tab: Tab, serv
     expect(page.locator("[data-key=network_dim]")).to_have_value("8")
     expect(page.locator("[data-key=save_format]")).to_have_value("kohya")
     assert (server.output / "my_train/config.toml").is_file()
+
+
+def test_settings_of_other_programs_are_translated_and_name_no_file_outside(site: Site, tmp_path: Path) -> None:
+    """The keys are written as JSON may write them, with escapes."""
+    for name, text in {
+        "a.json": '{"model_type": "FLUX_DEV_1", "training_method": "LORA", "concept_file_n\\u0061me": "%s"}',
+        "a.toml": 'model_family = "flux"\n"data_backend_\\u0063onfig" = "%s"\n',
+        "a.env": "export MODEL_FAMILY=flux\nexport DATALOADER_CONFIG=%s\n",
+    }.items():
+        _refuse_kohyas(site, text % (tmp_path / "here.json"), name)
+        with pytest.raises(UserError, match="/etc/hosts: lies outside"):
+            _refuse_kohyas(site, text % "/etc/hosts", name)
 
 
 @in_browser

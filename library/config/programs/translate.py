@@ -106,6 +106,13 @@ def translate_foreign(program: str, text: str, path: Path) -> Translated:
     return found
 
 
+def dataset_file(program: str, text: str, path: Path) -> str:
+    """Return the file of datasets that ``text`` names, which :func:`translate_foreign` reads too; "" if none."""
+    tables = read_toml(Path(__file__).with_name(f"{program.lower()}.toml"))[0]
+    given = _leaves(_parsed(text, path, tables.get("env", {})), path, "", tables.get("root", ""))
+    return str(given.get(tables.get("dataset_file", "")) or "")
+
+
 def _parsed(text: str, path: Path, names: Mapping[str, str] | None = None) -> Any:
     """Return what a file holds: JSON, else YAML or, with ``names`` of variables, what sets those."""
     if text.lstrip()[:1] in ("{", "["):

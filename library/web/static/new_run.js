@@ -6,6 +6,7 @@ const all = (what, within = document) => [...within.querySelectorAll(what)];
 const text = element("text"), pretrains = element("pretrains");
 let touched = text.value.trim() !== "";
 let pending = {}, typed = true, busy = null, timer; // pending: changed fields; typed: something else was
+let values = {}; // of the options, as the text has them
 
 /** Send what has changed; resolves when nothing is left to send. */
 async function send() {
@@ -14,11 +15,13 @@ async function send() {
   if (!typed && !Object.keys(pending).length) return;
   const sent = pending, body = new FormData(element("new"));
   [pending, typed] = [{}, false];
+  element("against").classList.add("old");
   const said = { changes: JSON.stringify(sent), training: element("fields").dataset.training, touched: touched || "" };
   for (const [name, value] of Object.entries(said)) body.set(name, value);
   busy = ask("/new/edit", { method: "POST", body }).then((answer) => answer?.json());
   const found = await busy;
   busy = null;
+  element("against").classList.remove("old");
   if (!found || !typed) return found && show(found);
   pending = { ...sent, ...pending }; // the text was changed meanwhile: those words stay, and the field comes again
   await send();
@@ -35,11 +38,36 @@ function show(found) {
   sessionStorage.draft = JSON.stringify({ text: text.value, pretrains: pretrains.checked });
   [element("problems").innerHTML, element("against").innerHTML] = [found.said, found.against];
   element("fields").disabled = !found.values;
+  values = found.values ?? {};
   if (!found.values) return;
   for (const control of all("#fields [data-key]")) fill(control, found);
   for (const group of all(".group")) group.querySelector(".tag").textContent = `${all(".set", group).length} set`;
+  for (const place of all("[data-shows]")) {
+    place.textContent = found.values[place.dataset.shows] ?? "";
+  }
   const dataset = found.values.dataset_config ?? "";
   Object.assign(element("data"), { hidden: !dataset, href: `/data?dataset=${encodeURIComponent(dataset)}` });
+}
+
+/** Put a model of the picker into the form: what a person has set stays, what another model of it set goes; say so. */
+function choose({ label, settings, own }) {
+  const key_of = "pretrained_model_name_or_path", before = values[key_of], changes = {}, said = { Set: [], Removed: [], Kept: [] };
+  const others = all("[data-pick]").map((one) => JSON.parse(one.dataset.pick).settings).filter((one) => one[key_of] === before);
+  const forced = own ? [key_of] : JSON.parse(element("models").dataset.forced); // a file's parts and memory are the person's to say
+  for (const key of own ? Object.keys(settings) : new Set([...forced, ...Object.keys(settings), ...others.flatMap(Object.keys)])) {
+    const now = values[key] ?? "", wanted = settings[key] ?? "";
+    const free = forced.includes(key) || values[key] === "" || others.some((one) => (one[key] ?? "") === now);
+    if (free) changes[key] = wanted;
+    if (now === wanted || key === key_of) continue;
+    if (!free) said.Kept.push(`${key} = ${now}`);
+    else if (wanted) said.Set.push(`${key} = ${wanted}`);
+    else said.Removed.push(key);
+  }
+  const lines = Object.entries(said).filter(([, keys]) => keys.length).map(([what, keys]) => `${what}: ${keys.join(", ")}.`);
+  element("changed").textContent = [`${label}.`, ...lines].join(" ");
+  element("models").open = false;
+  element("begin").scrollIntoView({ block: "nearest" });
+  return changes;
 }
 
 function fill(control, { values, defaults, unmet, errors }) {
@@ -47,10 +75,12 @@ function fill(control, { values, defaults, unmet, errors }) {
   option.classList.toggle("set", value !== "");
   option.classList.toggle("unmet", key in unmet);
   option.querySelector(".goes").textContent = value === null ? "change it in the text" : unmet[key] ?? "";
+  if (key === "pretrained_model_name_or_path") option.querySelector(".goes").textContent = defaults.model_type ?? "";
   option.querySelector(".said").textContent = errors[key] ?? "";
   control.setAttribute("aria-invalid", key in errors);
   control.disabled = value === null;
   if (key in defaults) control.placeholder = defaults[key];
+  if (key === "model_type") control.options[0].textContent = defaults[key] ?? "as the model says";
   if (control.type === "checkbox") control.checked = (pending[key] ?? (value || control.dataset.default)) === "true";
   else if (!(key in pending) && control !== document.activeElement) control.value = value ?? "";
 }
@@ -96,11 +126,14 @@ document.addEventListener("input", ({ target }) => {
   timer = setTimeout(send, 300);
 });
 document.addEventListener("click", (event) => {
-  const button = event.target.closest("[data-changes], [data-settled], #clear"), changes = button?.dataset.changes;
+  const button = event.target.closest("[data-changes], [data-pick], [data-settled], #clear");
+  const { changes, pick } = button?.dataset ?? {};
   if (!button) return;
-  if (button.id === "clear") send(restore({ text: "", pretrains: false }), typed = true);
-  if (changes || button.id === "start") touched ||= typed = true;
+  if (button.id === "clear") element("models").open = true, send(restore({ text: "", pretrains: false }), typed = true);
+  if (pick) [pretrains.checked, typed] = [false, true];
+  if (changes || pick || button.id === "start") touched ||= typed = true;
   if (changes) send(Object.assign(pending, JSON.parse(changes)));
+  else if (pick) send().then(() => send(Object.assign(pending, choose(JSON.parse(pick)))));
   else if ("settled" in button.dataset && (timer || busy || typed)) { // what was typed last belongs to what is started
     event.preventDefault();
     event.stopImmediatePropagation();
