@@ -27,7 +27,7 @@ from library.files import atomic_folder
 from library.folder_lock import FolderLock
 from library.processes import agreed, from_all_processes
 from library.training.checkpoint.hub import build_upload
-from library.training.checkpoint.output_folder import refuse_to_overwrite, try_writing
+from library.training.checkpoint.output_folder import refuse_to_overwrite, same_name_beside, try_writing
 from library.training.checkpoint.saving import CheckpointWriter, Write, fallback_folder, remove_old
 from library.training.checkpoint.state import (
     AUTO,
@@ -124,8 +124,12 @@ class Run:
 
     def _check_output(self, resumed: bool) -> None:
         accelerator = self.engine.accelerator
+        weights = self.names.weights(self.names.stem())
         if not (resumed or self.saving.overwrite):
-            refuse_to_overwrite(self.names.weights(self.names.stem()), self.config)
+            refuse_to_overwrite(weights, self.config)
+        if other := same_name_beside(weights):
+            note = f"note: {shown_path(other)} has the file name of this run's; set output_name to tell them apart"
+            self.task.console.print(note, soft_wrap=True)
         try_writing(self.names.folder, self.names, 0)
         if self.config.logging.log_with:
             try_writing(Path(accelerator.logging_dir), self.names, 0, "logging_dir")

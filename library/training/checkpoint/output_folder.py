@@ -69,6 +69,15 @@ def try_writing(folder: Path, names: OutputNames, nbytes: int, option: str = "ou
         )
 
 
+def same_name_beside(weights: Path) -> Path | None:
+    """Return a file or folder with the name of ``weights`` that another run wrote, in a folder beside this run's."""
+    folder = weights.parent.resolve()
+    with suppress(OSError):  # a folder that may be written to, and not be read above
+        others = (each / weights.name for each in sorted(folder.parent.iterdir()) if each != folder)
+        return next((path for path in others if path.exists()), None)
+    return None
+
+
 def lasting_settings(config: BaseModel) -> dict[str, Any]:
     """Return what a result follows from, of the settings as asked for, by option; folders by their last part."""
     sections = {name: getattr(config, name).model_dump() for name in type(config).model_fields}

@@ -20,6 +20,7 @@ import pytest
 from library.config import load_config
 from library.errors import UserError
 from library.folder_lock import FolderLock, is_held
+from library.training.checkpoint.output_folder import same_name_beside
 from tests.processes import LIMIT
 from tests.runs import ROOT, run
 
@@ -49,6 +50,19 @@ def test_a_folder_is_one_runs_until_it_gives_it_back(tmp_path: Path) -> None:
     first.release()  # is no longer its own
     assert (tmp_path / "out/.lock").exists()
     second.release()
+
+
+def test_a_file_name_that_a_run_beside_has_is_found(tmp_path: Path) -> None:
+    mine = tmp_path / "b" / "lora.safetensors"
+    for path in (mine, tmp_path / "a" / "cat.safetensors", tmp_path / "lora.safetensors"):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert same_name_beside(mine) is None
+    theirs = tmp_path / "c" / "lora.safetensors"
+    theirs.parent.mkdir()
+    theirs.touch()
+    assert same_name_beside(mine) == theirs
+    assert same_name_beside(tmp_path / "missing" / "run" / "lora.safetensors") is None
 
 
 def test_what_a_killed_run_left_behind_is_taken_over(tmp_path: Path) -> None:
