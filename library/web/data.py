@@ -308,7 +308,10 @@ def grid(site: Site, request: Request, form: Form) -> Response:
     found = _found(site, look)
     shown = _matching(site, found, request.query_params)
     buckets = {bucket: list(inside) for bucket, inside in groupby(shown, lambda n: found["images"][n]["bucket"])}
-    return site.part("data.html", "grid", look=look, found=found, shown=len(shown), buckets=buckets, most=_MOST_CARDS)
+    there = [found["images"][number] for number in _matching(site, found, {})]
+    without = sum(not os.path.lexists(image["caption_file"] or image["path"]) for image in there)
+    values = {"shown": len(shown), "there": len(there), "without": without, "counted": counted, "most": _MOST_CARDS}
+    return site.part("data.html", "grid", look=look, found=found, buckets=buckets, **values)
 
 
 def cards(site: Site, request: Request, form: Form) -> Response:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.web.page import ROOT, WAIT, Server, Tab, expect, post, serve
+from tests.web.page import ROOT, WAIT, Server, Tab, expect, post, serve, until
 
 pytestmark = pytest.mark.slow
 
@@ -387,7 +387,7 @@ def test_a_card_shows_the_picture_that_the_look_made(server: Server, tab: Tab) -
     (folder / "images/c.png").write_bytes((folder / "images/c.png").read_bytes()[:60])
     page = opened(tab, toml)
     expect(page.locator(".picture")).to_have_count(3)
-    page.wait_for_function("[...document.querySelectorAll('.picture img')].every(i => i.naturalWidth > 0)")
+    until(lambda: page.evaluate("[...document.querySelectorAll('.picture img')].every(i => i.naturalWidth > 0)"))
     assert page.locator(".picture img").count() == 2
     expect(page.locator(".picture", has_text="No picture").locator(".name")).to_have_text("c.png")
     look = page.locator("#grid").get_attribute("data-look")

@@ -253,7 +253,7 @@ def test_the_grid_shows_what_was_painted(tab: Tab, server: Server, size: str) ->
     assert sorted(names) == [path.name for path in files]
     assert [re.search(r"strength(\S+)\.png", name)[1] for name in names] == ["0", "1", "0", "1"]
     cells.last.scroll_into_view_if_needed()
-    tab.page.wait_for_function("document.querySelectorAll('.shot img')[3].complete")
+    until(lambda: tab.page.evaluate("document.querySelectorAll('.shot img')[3].complete"))
     assert tab.page.evaluate("Array.from(document.querySelectorAll('.shot img'), (i) => i.naturalWidth)") == [128] * 4
     tab.fits()
     cells.last.click()  # beside the row's first

@@ -73,6 +73,10 @@ async function send(files, to) {
 if (sessionStorage.getItem(`refused ${dataset}`)) say(sessionStorage.getItem(`refused ${dataset}`), "warn");
 document.addEventListener("click", ({ target }) =>
   target.closest("#message [data-close]") && sessionStorage.removeItem(`refused ${dataset}`));
+document.addEventListener("htmx:before:request", (event) => { // the screen comes anew once nobody writes on it
+  const { value, defaultValue } = document.activeElement;
+  if (event.target.id === "state" && defaultValue !== undefined && value !== defaultValue) event.preventDefault();
+});
 find("#does [type=file]")?.addEventListener("change", async ({ target }) => {
   const body = new URLSearchParams({ dataset });
   if (await send(target.files, dataset) && await ask("/data/look", { method: "POST", body })) location.reload();
@@ -89,7 +93,7 @@ find("#new")?.addEventListener("submit", async (event) => {
 const captions = find("#captions"), isOpen = `captions ${dataset}`; // the screen comes anew once they are written
 if (captions) {
   captions.open = sessionStorage.getItem(isOpen) === "true";
-  find("[href='#captions']").addEventListener("click", () => { captions.open = true; });
+  document.addEventListener("click", ({ target }) => { captions.open ||= !!target.closest("[href='#captions']"); });
   captions.addEventListener("toggle", () => sessionStorage.setItem(isOpen, captions.open));
 }
 
