@@ -32,14 +32,15 @@ from library.config.kohya.flags import FLAGS
 from library.config.kohya.translate import find_tool, summary, translate
 from library.config.kohya.translation import Note
 from library.config.markers import asks_for_nothing, is_nothing, words_of
-from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODELS, MODEL_TYPES, PATHS
-from library.config.published_models import MODEL
+from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODELS, MODEL_FILE_KEYS, MODEL_TYPES, PATHS
+from library.config.published_models import FILE_ENDINGS, MODEL
 from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from library.config.scripts import LORA, REMOVED_KEYS, Schema, Script, fields, section_fields, sections
 from library.config.synonyms import meant_by
 from library.errors import UserError, did_you_mean, nearest_of
 from library.files import MOST_TOML_BYTES, parse_toml, read_text, written_path
+from library.model_folders import pipeline_of, snapshot_of
 
 _SAME_WORD = 0.8  # similarity above which an unknown key of a kohya's configuration is taken for a misspelt one
 _MOST_HINTS = 200  # unknown keys of a file for which one that may be meant is looked for
@@ -169,7 +170,22 @@ def read_arguments(argv: Sequence[str], script: Script[Any] = LORA) -> RawConfig
         if (other := _INSTEAD.get(key)) and other not in arguments and not is_nothing(value):
             given.values.pop(other, None)  # a flag wins over the file, in whichever terms that has it
             given.origins.pop(other, None)
+    _leave_out_parts(given, arguments)
     return given
+
+
+def _leave_out_parts(given: RawConfig, arguments: Mapping[str, Any]) -> None:
+    """Leave out the parts of a single file that a configuration names, where a flag names a whole pipeline; say so."""
+    model = str(arguments.get(MODEL, ""))
+    path = Path(model).expanduser()
+    is_pipeline = pipeline_of(snapshot_of(path)) is not None if path.exists() else not model.endswith(FILE_ENDINGS)
+    if not model or not is_pipeline:
+        return
+    if left_out := [key for key in MODEL_FILE_KEYS if key in given.values and key not in arguments]:
+        for key in left_out:
+            del given.values[key], given.origins[key]
+        text = f"{model} has its own; the configuration's {', '.join(left_out)} are left out"
+        given.notes.append(Note(MODEL, "note", text))
 
 
 def _read_file(path: str, script: Script[Any]) -> RawConfig:

@@ -20,7 +20,7 @@ from library.files import read_toml
 
 CARDS = (8, 12, 16, 24, 48)  # GiB of memory that cards have
 MODEL = "pretrained_model_name_or_path"
-_FILES = (".safetensors", ".sft", ".gguf")
+FILE_ENDINGS = (".safetensors", ".sft", ".gguf")
 # GiB besides what is counted: the CUDA context, cuBLAS' workspaces, what the allocator loses between blocks. 0.5 to 0.9
 # on an H100 (bench/gpu.py: allocated and reserved).
 FOR_CUDA = 1.0
@@ -107,7 +107,7 @@ def find_published(given: str) -> PublishedModel | None:
         path = path.parent if path.name == "transformer" else path.parent.parent
     name = _letters(path.name.rpartition("--")[2])  # the hub's cache has models--owner--name
     names = {_letters(each): row for row in published_models() for each in (row.name, *row.also)}
-    if not path.name.endswith(_FILES):
+    if not path.name.endswith(FILE_ENDINGS):
         return names.get(name)
     return names.get(max((one for one in names if name.startswith(one)), key=len, default=""))
 

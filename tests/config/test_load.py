@@ -428,3 +428,17 @@ def test_a_path_that_this_user_may_not_look_at_is_refused_with_its_option(key: s
     finally:
         os.seteuid(user)
     assert any(line.startswith(f"{key}: {path}: cannot be used (Permission denied); ") for line in lines), lines
+
+
+@pytest.mark.parametrize("name", ["krea/Krea-2-Raw", "somebody/krea-2.1-tuned"])
+def test_a_hub_name_on_the_command_line_leaves_out_the_files_parts_and_says_so(name: str) -> None:
+    """Every ready configuration runs with a model that is downloaded; what a flag names is never left out."""
+    words = ["--config_file", str(ROOT / "configs/krea2_lora_12gb.toml"), "--pretrained_model_name_or_path"]
+    notes: list[Note] = []
+    config = load_config([*words, name], notes)
+    assert (config.model.vae, config.model.text_encoder) == (None, None)
+    assert [note.line() for note in notes if "left out" in note.text] == [
+        f"pretrained_model_name_or_path: {name} has its own; the configuration's vae, text_encoder are left out"
+    ]
+    assert load_config([*words, name, "--vae", "my.safetensors"]).model.vae == "my.safetensors"
+    assert load_config([*words, "elsewhere/krea2.safetensors"]).model.vae == "models/qwen_image_vae.safetensors"
