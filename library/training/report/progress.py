@@ -6,12 +6,13 @@ the run has taken a step the list lies in ``PREPARING`` in the output folder, wr
 shows it: ``{"steps": {name: words}, "name": of what is done now, "done": 3, "total": 34, "text": "3 of 34, ..."}``.
 
 A time is told only after it was measured: the first item of a step gives the first estimate, with the loading of the
-model in it; from the second item on it is left out. The list says counts and passes of the model instead, since nothing
-is known of the machine then.
+model in it; from the second item on it is left out. What a step took is kept, by what its items are (:class:`Work`), so
+that the list of a later run can say a time too; where nothing is known it says counts and passes of the model alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -38,16 +39,42 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from library.checksums import read_checked_json, write_checked_json
 from library.console import Console
 from library.errors import UserError
 from library.files import write_text
 from library.training.report.run_folder import PREPARING
 
 LOADING, SAMPLING, FIRST_STEP = "loading the model", "sampling", "the first step"
-_QUIET_SECONDS = 10.0
+_QUIET_SECONDS, _WORTH_TELLING = 10.0, 5.0
 _RECENT_SECONDS, _RECENT_STEPS, _PAUSE_SECONDS = 180.0, 10, 1.0  # by which the time that is left is told
 
 Advance = Callable[[int], None]
+
+
+class Work(NamedTuple):
+    """Countable work of a step: how many items, and the file that keeps what they took by kind, size and device."""
+
+    items: int
+    kept: Path
+
+    @classmethod
+    def of(cls, items: int, folder: Path, *kind: object) -> Work:
+        """Return the work of ``items``, whose times are kept in ``folder`` by all that they depend on."""
+        return cls(items, folder / f"{hashlib.sha256(repr(kind).encode()).hexdigest()[:24]}.json")
+
+    def told(self) -> str:
+        """Return how long it takes, as last time, in words; "" if that is not known, or a few seconds."""
+        with suppress(OSError, ValueError, TypeError):  # none yet, or a damaged one
+            loading, each = read_checked_json(self.kept)
+            if self.items and (seconds := loading + each * self.items) >= _WORTH_TELLING:
+                return f"; about {duration(seconds)}, as last time"
+        return ""
+
+    def keep(self, loading: float, each: float) -> None:
+        """Keep the seconds before the first item, and those of an item."""
+        with suppress(UserError, OSError):  # a folder that cannot be written: the next run knows nothing
+            write_checked_json(self.kept, [loading, each])
 
 
 class Preparation:
@@ -56,15 +83,19 @@ class Preparation:
     Attributes:
         folder: of the run's output; on the main process, while it is the run's.
         steps: name -> words, in their order.
+        work: name -> work, of those that are counted and whose times are kept.
     """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.steps: dict[str, str] = {}
+        self.work: Mapping[str, Work] = {}
         self._written = 0.0
 
-    def plan(self, steps: Mapping[str, str], console: Console) -> None:
-        """Add what is to be done, and say it."""
+    def plan(self, steps: Mapping[str, str], console: Console, work: Mapping[str, Work] | None = None) -> None:
+        """Add what is to be done, and say it, with the time that ``work`` took the last time."""
+        self.work = work or {}
+        steps = {name: words + (self.work[name].told() if name in self.work else "") for name, words in steps.items()}
         self.steps |= steps
         lines = (f"  {name}: {words}" for name, words in steps.items())
         console.print("before the first step:", *lines, sep="\n", soft_wrap=True)
@@ -72,7 +103,8 @@ class Preparation:
     def begin(self, name: str, total: int = 0) -> Callable[[int], str]:
         """Begin a step, planned or not; return ``advance(n)``, which counts and says how far it is."""
         self.steps.setdefault(name, "")
-        done, before, since = 0, 0, time.monotonic()
+        done, before, began = 0, 0, time.monotonic()
+        since = began
         self._write(0.0, name=name, done=0, total=total, text="")
 
         def advance(by: int) -> str:
@@ -80,6 +112,9 @@ class Preparation:
             done, now, text = done + by, time.monotonic(), f"{done + by:,} of {total:,}"
             if before < done < total:
                 text += f", about {duration((total - done) * (now - since) / (done - before))} left"
+            if by and done == total and before and name in self.work and self.folder is not None:
+                each = (now - since) / (done - before)
+                self.work[name].keep(max(0.0, since - began - before * each), each)
             if not before:
                 before, since = done, now
             self._write(1.0, name=name, done=done, total=total, text=text)

@@ -12,8 +12,9 @@ steps.
 from __future__ import annotations
 
 import functools
+import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,7 +66,7 @@ from library.training.memory.policy import advice
 from library.training.parallel.parallelize import ParallelSpec, devices_to_fill, place_blocks
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
 from library.training.plan import ImagePlan, resolve_images
-from library.training.report.progress import FIRST_STEP, LOADING, SAMPLING, counting
+from library.training.report.progress import FIRST_STEP, LOADING, SAMPLING, Work, counting
 from library.training.run_inputs import RunInputs, dataset_settings, idle_options, require_same
 from library.training.sampling import painting
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
@@ -228,25 +229,44 @@ class ImageLora(LoraTask):
             )
         todo = dict(painting.missing_of(sets))
         data = self._dataset(painting.pictures_of(sets, todo))
-        self.preparation.plan(self._steps(data, [*todo.values()]), self.console)
+        self._plan(data, [*todo.values()])
         return painting.paint(sets, config, family, self.base_weights, encoders, self.accelerator, self.console)
 
-    def _steps(self, data: TrainingData, to_paint: Sequence[SamplePrompt]) -> dict[str, str]:
-        """Return what is done before the first step, in words; ``data`` is without the pictures ``to_paint``."""
+    def _plan(self, data: TrainingData, to_paint: Sequence[SamplePrompt]) -> None:
+        """Say what is done before the first step; ``data`` is without the pictures ``to_paint``."""
         config, encoders = self.plan.config, (self.image_encoder, self.text_encoder)
         texts = [*self._texts(data), *(TextJob(prompt.prompt) for prompt in to_paint)]
         is_text = {path: path.parent.name == "text" for path in data.cached_files(*encoders, texts)}
         missing = [is_text[path] for path in absent((path, path) for path in is_text)]
         painted = f"{painting.describe(to_paint)}; once for this base, they are kept"
         words = {painting.PAINTING: painted} if to_paint else {}
+        items = {painting.PAINTING: len(to_paint)}
         for name, kind, more in ((ENCODING_IMAGES, False, len(to_paint)), (ENCODING_CAPTIONS, True, 0)):
             kept = [*is_text.values()].count(kind) - missing.count(kind)
-            words[name] = f"{missing.count(kind) + more:,} new, {kept:,} cached"
+            items[name] = missing.count(kind) + more
+            words[name] = f"{items[name]:,} new, {kept:,} cached"
         words[LOADING] = config.model.pretrained_model_name_or_path
         if config.sampling.sample_at_first and self.prompts:
             words[SAMPLING] = painting.describe(self.prompts)
         compiles, _ = plan_compilation(config, self.accelerator.device, config.training.max_train_steps)
-        return words | {FIRST_STEP: "compiles the model, which takes a minute or more" if compiles else "as all others"}
+        words[FIRST_STEP] = "compiles the model, which takes a minute or more" if compiles else "as all others"
+        self.preparation.plan(words, self.console, self._work(items, to_paint))
+
+    def _work(self, items: Mapping[str, int], to_paint: Sequence[SamplePrompt]) -> dict[str, Work]:
+        """Return the work of this process by the name of its step, with what the time of an item depends on."""
+        config, device, world = self.plan.config, self.accelerator.device, self.accelerator.num_processes
+        card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        of_run = card, self.family.name, config.model.pretrained_model_name_or_path, config.precision
+        sizes: dict[str, set[tuple[int, ...]]] = {
+            painting.PAINTING: {(one.width, one.height, painting.passes_of([one])) for one in to_paint},
+            ENCODING_IMAGES: {one.resolution for one in self.plan.dataset.datasets},
+            ENCODING_CAPTIONS: set(),
+        }
+        folder = cache_folder() / "times"
+        return {
+            name: Work.of(math.ceil(count / world), folder, name, of_run, sorted(sizes[name]))
+            for name, count in items.items()
+        }
 
     def _texts(self, data: TrainingData) -> list[TextJob]:
         """Return what is encoded of the prompts."""

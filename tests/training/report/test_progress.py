@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import re
+import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,14 @@ from library.config import load_config
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
 from library.console import Console as OwnConsole
-from library.training.report.progress import RemainingTime, TrainingProgress, counting, print_summary
+from library.training.report.progress import (
+    Preparation,
+    RemainingTime,
+    TrainingProgress,
+    Work,
+    counting,
+    print_summary,
+)
 from tests.runs import arguments, run, write_base, write_dataset
 
 STEP = {
@@ -139,3 +147,36 @@ def test_a_terminal_has_one_live_line_that_ends_with_the_count() -> None:
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     assert "encoding [red]images: 3 of 3\n" in shown
     assert "of 3" not in shown.partition("note: afterwards")[2]
+
+
+def test_the_list_says_how_long_a_step_took_the_last_time_and_nothing_where_that_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def listed(items: int, *kind: object) -> str:
+        console, file = _console()
+        work = {"encoding": Work.of(items, tmp_path / "times", *kind)}
+        preparation.plan({"encoding": f"{items} new"}, console, work)
+        assert f"  encoding: {preparation.steps['encoding']}\n" in file.getvalue()
+        return preparation.steps["encoding"]
+
+    preparation = Preparation()
+    preparation.folder = tmp_path
+    assert listed(10, "flux", (512, 512)) == "10 new"
+    advance = preparation.begin("encoding", 10)
+    advance(0)
+    for seconds in (62.0, *[2.0] * 4):  # the model is loaded, in 60; then batches of two
+        now += seconds * 2 if seconds < 60 else seconds + 2
+        advance(2)
+    assert listed(100, "flux", (512, 512)) == "100 new; about 4 min 20 s, as last time"
+    assert listed(0, "flux", (512, 512)) == "0 new"
+    assert listed(100, "flux", (768, 768)) == "100 new"  # of another size nothing is known
+    advance = preparation.begin("encoding", 10)
+    advance(4)  # broken off: the last time is the one before
+    assert listed(100, "flux", (512, 512)) == "100 new; about 4 min 20 s, as last time"
+    (kept,) = (tmp_path / "times").iterdir()
+    for damaged in (b"", b"[1", kept.read_bytes().replace(b"60", b"90"), b"\xff" * 40):
+        kept.write_bytes(damaged)
+        assert listed(100, "flux", (512, 512)) == "100 new"
