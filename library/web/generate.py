@@ -109,8 +109,11 @@ def _result(site: Site, job: Job) -> dict[str, Any]:
             rows.setdefault(text, []).append((label, url("/file", path=path, v=job.id) if path.is_file() else None))
             done, new = done + path.is_file(), new + (mtime(path) > (job.began or inf))
     left = (number - done) / new * (time.time() - job.began) if new and job.began and not job.is_over else None
-    saved = checkpoints_of(site.roots.find(asked["form"]["lora"]).parent) if len(steps) > 1 else []
-    return {"rows": rows, "done": done, "all": number, "left": left, "waits_for": ahead(site, job), "saved": saved}
+    folder = site.roots.find(asked["form"]["lora"]).parent
+    saved = checkpoints_of(folder) if len(steps) > 1 else []
+    kept = len(list(folder.glob("*.safetensors"))) > len(saved)  # one has a name of its own
+    shown = {"rows": rows, "done": done, "all": number, "left": left, "waits_for": ahead(site, job)}
+    return shown | {"saved": saved, "kept": kept}
 
 
 ROUTES: Routes = {"/generate": (show, start)}

@@ -113,7 +113,8 @@ def show_screen(site: Site, request: Request, kind: str, template: str, form: Va
             return fragment(site, request, template, "result", **values)
         jobs = [each for each in site.jobs.all() if each.kind == kind]
         asked = job.read("asked.json").get("form", {}) if job else {}
-        lora = query.get("lora") or asked.get("lora", "")
+        lora = asked.get("lora", "")
+        lora = query.get("lora") or (lora if Path(lora).is_file() else "")  # it may have another name by now
         run = settings_of(lora_file(site, lora).parent) if lora else {}
         base = {"model": run.get("pretrained_model_name_or_path", ""), "model_type": run.get("model_type", "flux")}
         fields = base | form(site, run) | asked | {"lora": lora, "asked": asked, "types": IMAGE_MODELS}

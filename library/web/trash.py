@@ -196,7 +196,11 @@ def change_name(site: Site, request: Request, form: Form) -> Response:
     """Rename a run or a LoRA file."""
     path = site.roots.find(str(form.get("path", "")), output=True)
     new = rename_run(site, path, str(form.get("name", "")).strip())
-    return goto(url("/run", path=new)) if new.is_dir() else tell_changed()
+    if new.is_dir():
+        return goto(url("/run", path=new))
+    answer = site.part("base.html", "notice", notice=f"{path.name} is {new.name} now.", notice_kind="good")
+    answer.headers.update({"hx-trigger": "changed", "hx-retarget": "#message", "hx-reswap": "innerHTML"})
+    return answer
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
