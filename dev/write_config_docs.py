@@ -190,9 +190,8 @@ def models_page() -> str:
         for kind in row.model_types:
             cells = [_settings(fit(kind, row.size, card)) for card in CARDS]
             if row.train_on:
-                adapter = (
-                    f", or set `base_weights` to [{Path(row.adapter).name}]({link(row.adapter)})" if row.adapter else ""
-                )
+                adapter = row.adapter.rpartition("/")[0]
+                adapter = f', or set `base_weights = ["{adapter}"]` ([the adapter]({link(adapter)}))' if adapter else ""
                 cells = [f"distilled: train {row.train_on}{adapter}", *[""] * (len(CARDS) - 1)]
             lines.append(f"| {' | '.join([f'[{row.label}]({link(row.hub)})', f'`{kind}`', *cells, *facts])} |")
     return "\n".join(lines) + "\n"

@@ -23,7 +23,7 @@ from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS, MODEL_TYPE
 from library.config.schema import ModelConfig, PrecisionConfig, SavingConfig
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
-from library.models.hub import find_model
+from library.models.hub import find_lora, find_model
 
 if TYPE_CHECKING:
     import torch
@@ -153,17 +153,17 @@ def value_range(values: Iterable[float]) -> str:
 
 
 def lora_source(text: str) -> LoraSource:
-    """Return the file and strength of ``file[:strength]``."""
+    """Return the file and strength of ``file[:strength]``; one on the hub is downloaded."""
     from networks.merging.merge import LoraSource
 
     name, colon, strength = text.rpartition(":")
     if not colon or Path(text).exists() or "/" in strength or "\\" in strength:
-        return LoraSource(Path(text), 1.0)
+        return LoraSource(find_lora(text, "--lora"), 1.0)
     try:
         ratio = float(strength)
     except ValueError:
         raise UserError(f"--lora {text}: {strength!r} is not a number; write file.safetensors:0.8") from None
-    return LoraSource(Path(name), ratio)
+    return LoraSource(find_lora(name, "--lora"), ratio)
 
 
 # ---- an image model, and images to run it on

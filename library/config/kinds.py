@@ -18,7 +18,7 @@ from typing import Any
 from library.config.architectures import recognise_below
 from library.config.kohya.matters import names_key
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
-from library.config.published_models import MODEL, find_published, hub_instead, link
+from library.config.published_models import MODEL, find_published, hub_instead
 from library.errors import UserError
 from library.files import read_json
 from library.gguf_header import MAGIC, read_gguf_header
@@ -138,7 +138,7 @@ def _distilled(model: str, values: Mapping[str, Any], kind: Kind) -> Iterator[st
     how = "distilled" if kind.arguments["is_distilled"] or not kind.is_here else "by its name distilled"
     base = f"train {known.train_on}" if known and known.train_on else "train its base"
     if known and known.adapter:
-        base = f"set base_weights to {Path(known.adapter).name} ({link(known.adapter)}), or {base}"
+        base = f'set base_weights = ["{known.adapter.rpartition("/")[0]}"], which is downloaded, or {base}'
     yield f"{name}: {how}; {base} and use the LoRA on {name}"
 
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from library.config.published_models import MODEL, download_instead
+from library.config.published_models import MODEL, download_instead, published_models
 from library.errors import UserError, counted, nearest_of, reason_of
 from library.files import broken_link, read_json
 from library.model_folders import INDEXES, pipeline_index, pipeline_of, snapshot_of
@@ -31,6 +31,7 @@ _FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin"
 _READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # what is read of a folder
 _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # of a language model without safetensors
 _SMALL_PART = "scheduler"  # of every pipeline: what is downloaded to read its index
+_USUAL_LORAS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")  # PEFT's, diffusers'
 _COPIES = ("*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*", "*.non_ema*")  # in another precision
 
 
@@ -80,6 +81,22 @@ def find_model(
     return _from_hub(name, option, is_pipeline, frozenset(without), part)
 
 
+def find_lora(given: str | Path, option: str) -> Path:
+    """Return the file of a LoRA; what is named as on the hub, ``owner/name`` or ``owner/name/file``, is downloaded.
+
+    Any other path that does not exist is returned as it is: who reads it says so.
+
+    Raises:
+        UserError: as :func:`find_model`; the repository has several LoRAs, or none.
+    """
+    path, (owner, *rest) = Path(given).expanduser(), Path(given).as_posix().split("/")
+    name, file = "/".join((owner, *rest[:1])), "/".join(rest[1:])
+    is_name = _HUB_NAME.fullmatch(name) and not name.endswith(_FILE_ENDINGS) and not (file and Path(owner).exists())
+    if path.exists() or not is_name or _misspelt(path):
+        return path
+    return _lora_from_hub(name, file, option)
+
+
 def index_on_hub(name: str) -> dict[str, Any]:
     """Return the ``model_index.json`` of a pipeline on the hub; raises what :func:`find_model` does."""
     root = find_model(name, MODEL, True, part=_SMALL_PART)
@@ -111,15 +128,10 @@ def _misspelt(path: Path) -> Path | None:
 def _from_hub(name: str, option: str, is_pipeline: bool | None, without: frozenset[str], part: str) -> Path:
     """Return the folder in the hub's cache that holds all that is read of model ``name``."""
     import huggingface_hub as hub
-    from huggingface_hub import errors
 
-    hint = f"fetch it where there is one: {_command(name, is_pipeline)}"
-    try:
-        try:
-            info = hub.HfApi().model_info(name)
-        except errors.HfHubHTTPError:
-            raise
-        except (errors.HTTPError, errors.OfflineModeIsEnabled):
+    with _said_plainly(name, option, _command(name, is_pipeline)):
+        info = _listed(name)
+        if info is None:
             return _cached(name, is_pipeline, without, part)
         files = [sibling.rfilename for sibling in info.siblings or []]
         if index := next((each for each in INDEXES if each in files), None):
@@ -129,6 +141,49 @@ def _from_hub(name: str, option: str, is_pipeline: bool | None, without: frozens
         else:
             allowed = _folder_patterns(name, files, option, is_pipeline)
         return _download(name, allowed, option, _spare(files))
+
+
+@functools.cache
+def _lora_from_hub(name: str, file: str, option: str) -> Path:
+    """Return the LoRA ``file`` in the hub's cache, by default the only one of repository ``name``, or the usual one."""
+    with _said_plainly(name, option, f"hf download {name} {file}".rstrip()):
+        if info := _listed(name):
+            files = [sibling.rfilename for sibling in info.siblings or []]
+        else:
+            root = _snapshot(name, ("*/*",), local_files_only=True)
+            files = [path.relative_to(root).as_posix() for path in root.rglob("*")]
+        loras = sorted(each for each in files if each.endswith(".safetensors"))
+        usual = {*_USUAL_LORAS, *(row.adapter.removeprefix(f"{name}/") for row in published_models())}
+        chosen = [each for each in loras if each == file] if file else loras
+        chosen = chosen if len(chosen) == 1 else [each for each in chosen if each in usual]
+        if len(chosen) != 1:
+            remedy = f"give one of {', '.join(f'{name}/{each}' for each in loras[:4])}" if loras else "give a LoRA"
+            lacks = f"no {file}" if file else counted(len(loras), "safetensors file")
+            raise UserError(f"{option}: {name} has {lacks}; {remedy}")
+        return (_download(name, (*chosen, "adapter_config.json"), option, ()) if info else root) / chosen[0]
+
+
+def _listed(name: str) -> Any:
+    """Return what the hub knows of a repository, None without a network."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    try:
+        return hub.HfApi().model_info(name)
+    except errors.HfHubHTTPError:
+        raise
+    except (errors.HTTPError, errors.OfflineModeIsEnabled):
+        return None
+
+
+@contextmanager
+def _said_plainly(name: str, option: str, command: str) -> Iterator[None]:
+    """Make one line of what the hub raises; ``command`` fetches ``name`` elsewhere."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    try:
+        yield
     except errors.GatedRepoError:
         raise UserError(
             f"{option}: {name} is gated; accept its licence at {hub.constants.ENDPOINT}/{name}, then log in with "
@@ -141,7 +196,8 @@ def _from_hub(name: str, option: str, is_pipeline: bool | None, without: frozens
         ) from None
     except errors.LocalEntryNotFoundError:
         raise UserError(
-            f"{option}: {name} does not exist here, and is not (completely) in the cache; without a network, {hint}"
+            f"{option}: {name} does not exist here, and is not (completely) in the cache; without a network, "
+            f"fetch it where there is one: {command}"
         ) from None
     except (errors.HTTPError, errors.XetDownloadError, ConnectionError, TimeoutError) as error:
         raise UserError(
@@ -239,7 +295,7 @@ def _without_bars() -> Iterator[None]:
 def _snapshot(name: str, allowed: tuple[str, ...], spare: Sequence[str] = _COPIES, **how: Any) -> Any:
     import huggingface_hub as hub
 
-    of_a_folder = () if any(index in allowed for index in INDEXES) else ("*/*",)
+    of_a_folder = () if any(index in allowed for index in INDEXES) or "/" in allowed[0] else ("*/*",)
     found = hub.snapshot_download(name, allow_patterns=list(allowed), ignore_patterns=[*spare, *of_a_folder], **how)
     return Path(found) if isinstance(found, str) else found
 

@@ -698,14 +698,19 @@ def test_noise_levels_are_drawn_as_there(here: Path, program: str) -> None:
 @pytest.mark.parametrize(
     ("family", "flavour", "keys", "adapter"),
     [
-        ("z_image", "turbo", {}, ["zimage_turbo_training_adapter_v1.safetensors"]),
-        ("z_image", "turbo-ostris-v2", {}, ["zimage_turbo_training_adapter_v2.safetensors"]),
-        ("z_image", None, {}, ["zimage_turbo_training_adapter_v2.safetensors"]),
+        ("z_image", "turbo", {}, ["ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v1.safetensors"]),
+        (
+            "z_image",
+            "turbo-ostris-v2",
+            {},
+            ["ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"],
+        ),
+        ("z_image", None, {}, ["ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"]),
         ("z_image", None, {"assistant_lora_path": "a.safetensors"}, ["a.safetensors"]),
         ("z_image", "turbo", {"disable_assistant_lora": True}, []),
         ("z_image", "base", {}, []),
         ("z_image", "ostris-de-turbo", {}, []),
-        ("flux", "schnell", {}, ["pytorch_lora_weights.safetensors"]),
+        ("flux", "schnell", {}, ["ostris/FLUX.1-schnell-training-adapter"]),
         ("flux", "dev", {}, []),
     ],
 )

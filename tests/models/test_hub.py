@@ -34,16 +34,19 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     (language / "original").mkdir()
     (language / "original/params.json").write_text("{}")
     with serving(
-        Hub({"acme/flux": pipeline, "acme/llama": language, "acme/gated": language}, {"acme/gated"})
+        Hub({"acme/flux": pipeline, "acme/llama": language, "acme/gated": pipeline}, {"acme/gated"})
     ) as served:
         yield served
 
 
-def find(hub: Hub | str, home: Path, name: str, more: str = "", before: str = "", **env: str) -> tuple[str, str]:
+def find(
+    hub: Hub | str, home: Path, name: str, more: str = "", before: str = "", lora: bool = False, **env: str
+) -> tuple[str, str]:
     """Return what a process finds for ``name``, and what it says."""
+    finds = "find_lora" if lora else "find_model"
     code = (
-        f"import os, shutil\nfrom library.errors import exit_on_user_error\nfrom library.models.hub import find_model\n"
-        f"{before}\nexit_on_user_error(lambda: print(find_model({name!r}, '--model'{more}), end=''))()\n"
+        f"import os, shutil\nfrom library.errors import exit_on_user_error\nfrom library.models.hub import {finds}\n"
+        f"{before}\nexit_on_user_error(lambda: print({finds}({name!r}, '--model'{more}), end=''))()\n"
     )
     settings = {
         "HF_ENDPOINT": hub if isinstance(hub, str) else hub.url,
@@ -74,6 +77,35 @@ def test_of_a_pipeline_what_is_read_is_fetched_once_and_found_without_a_network(
     assert find(NOBODY, home, "acme/flux") == (found, "")
     assert find(hub, home, "acme/flux", HF_HUB_OFFLINE="1") == (found, "")
     assert not hub.fetched
+
+
+def test_a_lora_is_found_by_its_repository_or_by_its_file_there(hub: Hub, tmp_path: Path) -> None:
+    adapters = "zimage_turbo_training_adapter"
+    for name, files in {
+        "acme/one": ("style.safetensors", "adapter_config.json", "sample.png"),
+        "acme/two": ("a.safetensors", "sub/b.safetensors"),
+        f"ostris/{adapters}": (f"{adapters}_v1.safetensors", f"{adapters}_v2.safetensors"),
+    }.items():
+        hub.models[name] = tmp_path / name.replace("/", "_")
+        for file in files:
+            (hub.models[name] / file).parent.mkdir(exist_ok=True, parents=True)
+            (hub.models[name] / file).write_bytes(file.encode())
+    home = tmp_path / "home"
+    found = {name: find(hub, home, name, lora=True)[0] for name in ("acme/one", "acme/two/sub/b.safetensors")}
+    assert {name: Path(path).read_text() for name, path in found.items()} == {
+        "acme/one": "style.safetensors",
+        "acme/two/sub/b.safetensors": "sub/b.safetensors",
+    }
+    assert sorted(hub.fetched) == ["adapter_config.json", "style.safetensors", "sub/b.safetensors"]
+    assert find(hub, home, f"ostris/{adapters}", lora=True)[0].endswith("_v2.safetensors")
+    assert find(NOBODY, home, "acme/one", lora=True) == (found["acme/one"], "")
+    assert (
+        "acme/two has 2 safetensors files; give one of acme/two/a.safetensors,"
+        in find(hub, home, "acme/two", lora=True)[1]
+    )
+    assert "acme/two has no c.safetensors; give one of" in find(hub, home, "acme/two/c.safetensors", lora=True)[1]
+    for local in ("tests/none.safetensors", "nowhere.safetensors", "docs/none/style.safetensors"):
+        assert find(hub, home, local, lora=True) == (local, "")
 
 
 def test_a_part_that_is_given_otherwise_is_not_fetched(hub: Hub, tmp_path: Path) -> None:

@@ -104,7 +104,9 @@ def test_a_distilled_model_names_what_to_train_and_where_the_lora_is_used(row: A
     assert len(lines) == 1 + bool(row.train_on)
     if row.train_on:
         assert f"train {row.train_on} and use the LoRA on {row.name}" in lines[1]
-        assert ("base_weights to zimage_turbo_training_adapter_v2.safetensors" in lines[1]) == bool(row.adapter)
+        assert ('base_weights = ["ostris/zimage_turbo_training_adapter"], which is downloaded' in lines[1]) == bool(
+            row.adapter
+        )
         assert len(model_type_of(values | {"base_weights": ["a.safetensors"]})[1]) == 1
 
 

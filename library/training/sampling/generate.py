@@ -24,12 +24,13 @@ from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.precision.recipe import WeightLoader, describe_base
+from library.safetensors_io import read_safetensors_header
 from library.training.memory.block_swap import swap_blocks, swappable
 from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
 from library.training.sampling.images import generate_image
 from library.training.sampling.prompts import SamplePrompt, note_changes
 from networks.files.adapters import load_lora
-from networks.files.metadata import TrainedOn, base_mismatch
+from networks.files.metadata import TrainedOn, base_mismatch, weight_file
 from networks.files.weights import LoraWeights
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource
@@ -76,6 +77,8 @@ def generate_images(
     for remark in check_prompt_images(prompts, family.conditioning, family.most_references):
         console.print(f"note: {remark}")
     targets = family.targets
+    for lora in dict.fromkeys(lora for loras in variants for lora in loras):
+        read_safetensors_header(weight_file(lora.path))  # which says what is wrong with it before anything is loaded
     if encoders is None:
         encoders = family.load_image_encoder(dtype, device), family.load_text_encoder(dtype, device)
     image_encoder, text_encoder = encoders

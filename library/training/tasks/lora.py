@@ -20,6 +20,7 @@ from library.config.schema import TrainConfig
 from library.data.batches import DataParallelRank
 from library.errors import UserError
 from library.files import broken_link
+from library.models.hub import find_lora
 from library.precision.checkpoint import QuantizedFile, WeightFiles
 from library.precision.linear import ddp_ignored_names
 from library.precision.recipe import WeightLoader, describe_base
@@ -73,6 +74,12 @@ class LoraTask(Task):
         self._unset = [key for key, (_, is_unset) in family_options(config).items() if is_unset]
         saved = settings_of_state(config.training.resume, config.saving)
         config = config if saved is None else as_in_state(config, saved)
+        network, found = config.network, dict[str, Any]()
+        if network.network_weights:
+            found["network_weights"] = str(find_lora(network.network_weights, "network_weights"))
+        if loras := getattr(network, "base_weights", ()):
+            found["base_weights"] = [str(find_lora(lora, "base_weights")) for lora in loras]
+        config = config.model_copy(update={"network": network.model_copy(update=found)})
         return with_precision(config, on_cpu=not torch.cuda.is_available())
 
     def state_settings(self) -> Mapping[str, Any]:
