@@ -15,7 +15,9 @@ import secrets
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from starlette.requests import Request
@@ -25,7 +27,7 @@ from library.config.edit import edited
 from library.errors import UserError, printable
 from library.files import atomic_folder, atomic_path, discard, find_bad_name, rename, write_text
 from library.folder_lock import HOLDER, is_held
-from library.training.report.run_folder import NO_RUNS, script_of, settings_of, text_of
+from library.training.report.run_folder import NO_RUNS, own_names, script_of, settings_of, text_of
 from library.web.access import STATE, Refused
 from library.web.jobs import Jobs, read_object
 from library.web.site import Form, Routes, Site, goto, tell_changed, url
@@ -61,13 +63,12 @@ def trash(site: Site, *paths: Path) -> Trashed:
     with site.jobs.alone():
         places = [movable(site, path) for path in paths]
         jobs = [job.folder for job in site.jobs.all() if job.output and Path(job.output) in places]
-        if missing := [place for place in places if not os.path.lexists(place) and not jobs]:
-            raise UserError(f"{site.roots.show(missing[0])}: no such file or folder; it may have been moved or deleted")
+        _refuse_missing(site, () if jobs else places)
         name = re.sub(r"\W+", "_", places[0].name)[:40]
         folder = _folder(site) / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}-{name}"
         found = Trashed(folder, time.time(), (*places, *jobs))
         folder.mkdir(parents=True)
-        write_text(folder / "origin.json", json.dumps({"at": found.at, "from": [*map(str, found.origins)]}))
+        _record(found)
         for i, place in enumerate(found.origins):
             if os.path.lexists(place):  # a run that failed at once has only a job
                 move(place, folder / str(i) / place.name)
@@ -98,9 +99,14 @@ def trashed(site: Site) -> list[Trashed]:
     """Return what is in the trash, the newest first."""
     found = []
     for file in sorted(_folder(site).glob("*/origin.json"), reverse=True):
-        if record := read_object(file):
-            found.append(Trashed(file.parent, record["at"], tuple(map(Path, record["from"]))))
+        with suppress(LookupError, TypeError, ValueError):  # a damaged record hides no other
+            record = read_object(file) or {}
+            found.append(Trashed(file.parent, float(record["at"]), tuple(map(Path, record["from"]))))
     return [each for each in found if each.kept]
+
+
+def _record(found: Trashed) -> None:
+    write_text(found.folder / "origin.json", json.dumps({"at": found.at, "from": [*map(str, found.origins)]}))
 
 
 def move(source: Path, target: Path) -> None:
@@ -142,6 +148,11 @@ def movable(site: Site, path: Path) -> Path:
     return place
 
 
+def _refuse_missing(site: Site, places: Iterable[Path]) -> None:
+    if missing := [place for place in places if not os.path.lexists(place)]:
+        raise UserError(f"{site.roots.show(missing[0])}: no such file or folder; it may have been moved or deleted")
+
+
 def _folder(site: Site) -> Path:
     return site.roots.state / "trash"
 
@@ -149,25 +160,39 @@ def _folder(site: Site) -> Path:
 def rename_run(site: Site, path: Path, name: str) -> Path:
     """Give a run's folder, or a file, which keeps its ending, another name; return its new path.
 
-    Of a run, its config.toml says the new folder where it said the old one, and so do the page's jobs. Other runs'
-    configurations that name a file of it, and a dataset's TOML that lies in it, are left as they are.
+    Of a run, its config.toml says the new folder where it said the old one, and so do the page's jobs and the trash.
+    Other runs' configurations that name a file of it, and a dataset's TOML that lies in it, are left as they are.
 
     Raises:
-        UserError: the name is taken or no name; a run uses it.
+        UserError: the name is taken or no name, or one that the run gives to another file; a run uses it.
     """
     with site.jobs.alone():
         old = movable(site, path)
-        is_run, why = old.is_dir(), find_bad_name(name, 72)  # more bytes, as output_name has it
+        _refuse_missing(site, [old])
+        is_run, name = old.is_dir(), name if old.is_dir() else name.removesuffix(old.suffix)
+        why = find_bad_name(name, 72)  # more bytes, as output_name has it
         if NO_RUNS.fullmatch(name):
             why = "it begins with a dot, is samples, or ends in -state"
-        new = old if why else old.with_name(name if is_run else f"{name}{old.suffix}")
-        if why or os.path.lexists(new):
-            raise UserError(f"name: {name[:80]!r} cannot be given ({why or 'it is taken'}); choose another")
-        text = _settings_in(site, old, new) if is_run else ""
-        move(old, new)
-        if text:
-            write_text(new / "config.toml", text)
+        new, own = old if why else old.with_name(name if is_run else f"{name}{old.suffix}"), own_names(old.parent)
+        why = why or ("it is taken" if os.path.lexists(new) else None)
+        if not why and own.fullmatch(old.name) and own.fullmatch(new.name):
+            why = "the run gives it to a file of its own, which would replace this one"
+        if why:
+            raise UserError(f"name: {name[:80]!r} cannot be given ({why}); choose another")
+        text, before = _settings_in(site, old, new) if is_run else "", text_of(old / "config.toml")
+        try:
+            if text:  # first, as a full disk is noticed by it
+                write_text(old / "config.toml", text)
+            move(old, new)
+        except BaseException:
+            if text and text_of(old / "config.toml") != before:
+                write_text(old / "config.toml", before or "")
+            raise
         site.jobs.rename(old, new)
+        for each in trashed(site):  # what was deleted in the run's folder comes back into it
+            inside = (new / path.relative_to(old) if old in path.parents else path for path in each.origins)
+            if (moved := replace(each, origins=tuple(inside))) != each:
+                _record(moved)
     return new
 
 
@@ -176,19 +201,28 @@ def _settings_in(site: Site, old: Path, new: Path) -> str:
     text, settings = text_of(old / "config.toml") or "", settings_of(old)
     script = script_of(settings)
     for key, value in settings.items():
-        path = Path(value).expanduser() if isinstance(value, str) else Path()
+        path = place = Path()
+        with suppress(RuntimeError, ValueError):  # a text that is no path, such as "~5 hours"
+            path = Path(value).expanduser() if isinstance(value, str) else path
+            place = path.resolve()
         if key == "output_dir" and path.name == old.name:  # relative to wherever it was started
             text = edited(text, key, str(path.with_name(new.name)), script)
-        elif path.resolve().is_relative_to(old):
-            text = edited(text, key, site.roots.show(new / path.resolve().relative_to(old)), script)
+        elif place.is_relative_to(old):
+            text = edited(text, key, site.roots.show(new / place.relative_to(old)), script)
     return text
 
 
 def delete(site: Site, request: Request, form: Form) -> Response:
-    """Move runs and LoRA files to the trash."""
+    """Move runs and LoRA files to the trash; one that cannot be moved keeps no other from it."""
+    refused = None
     for path in map(str, form.getlist("path")):
-        site.roots.find(path, output=True)
-        trash(site, Path(path))
+        try:
+            site.roots.find(path, output=True)
+            trash(site, Path(path))
+        except UserError as error:
+            refused = refused or error
+    if refused:
+        raise refused
     return goto("/") if "own" in form else tell_changed()
 
 

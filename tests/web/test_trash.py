@@ -21,7 +21,7 @@ from library.folder_lock import FolderLock
 from library.web.access import AllowedRoots
 from library.web.jobs import Job, Jobs
 from library.web.site import Site
-from library.web.trash import restore, trash, trashed
+from library.web.trash import rename_run, restore, trash, trashed
 from tests.web.page import ROOT, Tab, expect, serve, until
 from tests.web.test_runs import add_run
 
@@ -155,6 +155,59 @@ def test_what_the_page_needs_or_was_not_given_stays(site: Site, tmp_path: Path) 
     assert (outside / "a").read_text() == "a"
     with pytest.raises(UserError):
         restore(site, "../../outside")
+
+
+def _saved_run(site: Site, name: str) -> Path:
+    run = site.roots.outputs[0] / name
+    run.mkdir(parents=True)
+    text = f'output_dir = "output/{name}"\noutput_name = "a"\ntraining_comment = "~5 hours\\u0000"\n'
+    (run / "config.toml").write_text(text)
+    for number in (1, 2):
+        (run / f"a-step{number:08d}.safetensors").write_bytes(bytes([number]))
+    return run
+
+
+@pytest.mark.parametrize("name", ["a", "a-best", "a-000002", "a-step00000002", "a-step00000009.safetensors"])
+def test_a_saved_step_gets_no_name_that_training_gives_to_another_file(name: str, site: Site) -> None:
+    run = _saved_run(site, "r")
+    before = read(run)
+    (run / "a.safetensors").symlink_to("nowhere")  # taken, if by a link
+    with pytest.raises(UserError, match="cannot be given"):
+        rename_run(site, run / "a-step00000001.safetensors", name)
+    (run / "a.safetensors").unlink()
+    assert read(run) == before
+    kept = rename_run(site, run / "a-step00000001.safetensors", "mine.safetensors")
+    assert (kept.name, kept.read_bytes()) == ("mine.safetensors", b"\1")
+    with pytest.raises(UserError, match="no such file"):  # another page was faster
+        rename_run(site, run / "a-step00000001.safetensors", "other")
+
+
+def test_what_was_deleted_in_a_run_comes_back_into_it_under_its_new_name(site: Site) -> None:
+    run = _saved_run(site, "r")
+    deleted = trash(site, run / "a-step00000001.safetensors")
+    damaged = site.roots.state / "trash/damaged"
+    damaged.mkdir()
+    (damaged / "origin.json").write_text('{"at": 1}')
+    new = rename_run(site, run, "s")
+    restore(site, deleted.folder.name)
+    assert (new / "a-step00000001.safetensors").read_bytes() == b"\1"
+    assert not run.exists()
+    assert 'training_comment = "~5 hours' in (new / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("what", ["write_text", "move"])
+def test_a_run_that_cannot_be_renamed_is_as_it_was(what: str, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _saved_run(site, "r")
+    before = read(run)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"library.web.trash.{what}", fail)
+    with pytest.raises(OSError, match="No space"):
+        rename_run(site, run, "s")
+    assert read(run) == before
+    assert not run.with_name("s").exists()
 
 
 @pytest.mark.slow

@@ -178,12 +178,18 @@ def _validations(file: Path) -> dict[int, dict[str, float]]:
     return {int(record["step"]): record for record in records}
 
 
+def own_names(folder: Path) -> re.Pattern[str]:
+    """Return what a run calls its LoRA files, as ``OutputNames`` does."""
+    own = re.escape(str(settings_of(folder).get("output_name", "lora")))
+    return re.compile(rf"{own}(-step\d{{8}}|-\d{{6}}|-best)?\.safetensors")
+
+
 def checkpoints_of(folder: Path) -> list[Checkpoint]:
     """Return the LoRAs that a run has saved under its own name, by step; of a step what it ended with last."""
-    own = re.escape(str(settings_of(folder).get("output_name", "lora")))
+    own = own_names(folder)
     validations, steps = _validations(folder / "metrics.jsonl") or {}, dict[Path, int]()
     for path in folder.glob("*.safetensors"):
-        if re.fullmatch(rf"{own}(-step\d{{8}}|-\d{{6}}|-best)?\.safetensors", path.name):
+        if own.fullmatch(path.name):
             said = str(((header_of(path) or {}).get("__metadata__") or {}).get("ss_steps"))
             found = re.search(r"-step(\d{8})\.", path.name) or re.fullmatch(r"(\d{1,15})", said)
             steps[path] = int(found[1]) if found else -1
