@@ -106,6 +106,8 @@ def model_type_of(values: Mapping[str, Any], ask: Ask | None = None) -> tuple[st
     model, given = str(values[MODEL]), values.get("model_type")
     kind, lines = refuse_other_kind(model, given, ask), list[str]()
     if not given and not kind.likely:
+        if Path(model).expanduser().is_file():
+            _refuse_other_file(model)
         if ask is None and not kind.is_here:  # who reads the model says so
             return None, lines
         titles = ", ".join(dict.fromkeys(MODEL_TYPES[name].title for name in IMAGE_MODELS))
@@ -126,9 +128,22 @@ def hub_instead_of_missing(values: Mapping[str, Any]) -> dict[str, Any]:
     return hub_instead(known) if known and known.hub != given and not kind_of(given).is_here else {}
 
 
+def _refuse_other_file(model: str) -> None:
+    """Raise a UserError if a file of which nothing is known is damaged, or a LoRA."""
+    names = _shapes(Path(model).expanduser())
+    if not names:
+        raise UserError(f"{model}: not a safetensors or GGUF file, or a damaged one; download or convert it again")
+    if any("lora" in name for name in names):
+        raise UserError(
+            f"{model}: a LoRA, not a base model; give it as network_weights, and the model that it was trained on here"
+        )
+
+
 def _distilled(model: str, values: Mapping[str, Any], kind: Kind) -> Iterator[str]:
     """Yield what to do instead of training on a distilled model, or beside it."""
     known = find_published(model)
+    if known and kind.is_here and not {*known.model_types} & {*kind.possible}:  # by its name, which is not true of it
+        known = None
     if kind.arguments.get("flow_map") or (known and known.has_own_layers and not kind.is_here):
         base = known.train_on if known and known.train_on else "its base"
         raise UserError(f"{model}: distilled, with layers of its own, and cannot be trained; train {base}")

@@ -66,17 +66,19 @@ def find_model(
     is_name = _HUB_NAME.fullmatch(name) is not None and not name.endswith(_FILE_ENDINGS)
     if link := broken_link(path):
         raise UserError(f"{option} {str(given)!r} does not exist{link}; correct the path")
-    if (meant := _misspelt(path)) is not None:
+    instead = download_instead(name, option)
+    if given and (meant := _misspelt(path)) is not None:
         fetch = (
             f" For the model of that name on the hub: hf download {name} --local-dir {name}"
             if is_name and Path(name.split("/")[0]).exists()
             else ""
         )
-        raise UserError(f"{option} {str(given)!r} does not exist; did you mean {str(meant)!r}?{fetch}")
+        or_else = f" {instead[2].upper()}{instead[3:]}" if instead else ""
+        raise UserError(f"{option} {str(given)!r} does not exist; did you mean {str(meant)!r}?{fetch}{or_else}")
     if not is_name:
         raise UserError(
             f"{option} {str(given)!r} does not exist; give a local file or folder, or a name on the Hugging Face hub, "
-            f"owner/name{download_instead(name, option)}"
+            f"owner/name{instead}"
         )
     return _from_hub(name, option, is_pipeline, frozenset(without), part)
 

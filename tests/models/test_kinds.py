@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from library.config.kinds import kind_of, model_type_of
 from library.config.load import load_config
@@ -122,4 +124,21 @@ def test_kinds_are_told_without_torch() -> None:
     command = [sys.executable, "-c", code, str(ROOT / "assets/tiny-flux-fill")]
     assert (
         subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout == "('flux_fill',) False\n"
+    )
+
+
+def test_a_file_that_is_no_model_and_a_name_that_is_not_true_are_told(tmp_path: Path) -> None:
+    lora, page = tmp_path / "z_image_style.safetensors", tmp_path / "model.safetensors"
+    save_file({"diffusion_model.layers.0.attention.qkv.lora_A.weight": torch.zeros(4, 8)}, lora)
+    for content in (b"", b"<!DOCTYPE html><html>", lora.read_bytes()[:50]):
+        page.write_bytes(content)
+        with pytest.raises(UserError, match=r"not a safetensors or GGUF file, or a damaged one; download"):
+            model_type_of({MODEL: str(page)})
+    lora = lora.rename(tmp_path / "style.safetensors")
+    with pytest.raises(UserError, match=r"a LoRA, not a base model; give it as network_weights"):
+        model_type_of({MODEL: str(lora)})
+    (tmp_path / "Z-Image-Turbo").symlink_to(ROOT / "assets/tiny-flux")
+    assert model_type_of({MODEL: str(tmp_path / "Z-Image-Turbo")}) == (
+        "flux",
+        ["trained as flux; set model_type for flux_kontext"],
     )
