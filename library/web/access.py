@@ -98,8 +98,8 @@ class AllowedRoots:
             names = ", ".join(map(self.show, allowed))
             what = "the output folders" if output else "the folders that this page was given"
             raise Refused(
-                f"{printable(text[:200]) or 'path'}: lies outside of {what} ({names}); start it with "
-                f"{'--output_dir' if output else '--folders'}, or choose a path in them"
+                f"{printable(text[:200]) or 'path'}: lies outside of {what} ({names}); choose a path "
+                f"in them, or start the page with the {'output ' * output}folder that it is in"
             )
         return path
 

@@ -32,7 +32,7 @@ _MOST_PICTURES = 400
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
-    """Show the form for a LoRA, a painting, and earlier ones."""
+    """Show the form for a LoRA, its images, and earlier ones."""
     return show_screen(site, request, "generate", "generate.html", _form, _result)
 
 
@@ -78,7 +78,7 @@ def start(site: Site, request: Request, form: Form) -> Response:
     prompts = [parse_prompt(line, SamplePrompt(""), 1, f"prompt {i}") for i, line in enumerate(lines, 1)]
     count = len(prompts) or 3 * bool(settings_of(lora.parent).get("dataset_config"))  # else captions
     if not 0 < (number := count * len(strengths) * len(saved)) <= _MOST_PICTURES:
-        raise UserError(f"{number} pictures: write prompts and strengths for 1 to {_MOST_PICTURES} in all")
+        raise UserError(f"{number} images: write prompts and strengths for 1 to {_MOST_PICTURES} in all")
     for path in (path for prompt in prompts for path in (*prompt.control_images, prompt.mask_image) if path):
         site.roots.find(path)
     for text in more:

@@ -153,7 +153,7 @@ def again(site: Site, request: Request, form: Form) -> Response:
 
 
 def stop(site: Site, request: Request, form: Form) -> Response:
-    """Stop a report, a painting, or what makes a file; what is there stays."""
+    """Stop a report, images that are generated, or what makes a file; what is there stays."""
     site.jobs.stop(str(form["id"]))
     return tell_changed()
 

@@ -22,7 +22,7 @@ _MOST = 6  # runs beside each other: as many as there are colours
 
 
 def all_runs(site: Site, jobs: list[Job]) -> list[RunStatus]:
-    """Return all runs, those that go on or wait first, then the newest."""
+    """Return all runs, those that go on or wait first, in their order, then the newest."""
     roots, runs = site.roots.outputs, []
     of_folder = {Path(job.output): job for job in reversed(jobs) if job.output}
     for folder in dict.fromkeys([*of_folder, *(found for place in roots for found in find_runs(place))]):
@@ -31,7 +31,8 @@ def all_runs(site: Site, jobs: list[Job]) -> list[RunStatus]:
                 runs.append(run_status(site, folder, of_folder.get(folder)))
         except Exception as error:  # one folder that nobody understands hides no other
             print(f"warning: {folder}: left out ({type(error).__name__}: {error})", file=sys.stderr)
-    return sorted(runs, key=lambda run: ({"running": 0, "waiting": 1}.get(run.state, 2), -run.when))
+    place = {"running": 0, "waiting": 1}
+    return sorted(runs, key=lambda run: (place.get(run.state, 2), run.when if run.state == "waiting" else -run.when))
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
@@ -95,8 +96,8 @@ def compare(site: Site, request: Request, form: Form) -> Response:
         for kind, prompt, files in samples_of(one.path):
             painted.setdefault((kind, prompt), []).extend((step, one.name, files[step]) for step in files)
     pictures = [
-        (prompt, [(f"{name}, step {step}", address(file)) for step, name, file in sorted(cells, key=itemgetter(0))])
-        for (_, prompt), cells in painted.items()
+        (row, [(f"{name}, step {step}", address(file)) for step, name, file in sorted(cells, key=itemgetter(0))])
+        for row, cells in painted.items()
     ]
     settings = [settings_of(path, job.folder if job else None) for path, job in zip(paths, jobs, strict=True)]
     return site.page(request, "compare.html", runs=runs, pictures=pictures, differences=_differences(settings))

@@ -184,5 +184,5 @@ def moment(when: float | None) -> str:
 
 def ago(when: float) -> str:
     """Return "1 h 5 min ago"; of what is new "just now", of what is older than a day, when it was."""
-    seconds = time.time() - when
-    return "just now" if seconds < 60 else moment(when) if seconds > 86400 else f"{duration(seconds)} ago"
+    past = (time.time() - when) // 60 * 60
+    return "just now" if past < 60 else moment(when) if past > 86400 else duration(past).removesuffix(" 0 s") + " ago"

@@ -389,7 +389,7 @@ def test_a_card_shows_the_picture_that_the_look_made(server: Server, tab: Tab) -
     expect(page.locator(".picture")).to_have_count(3)
     until(lambda: page.evaluate("[...document.querySelectorAll('.picture img')].every(i => i.naturalWidth > 0)"))
     assert page.locator(".picture img").count() == 2
-    expect(page.locator(".picture", has_text="No picture").locator(".name")).to_have_text("c.png")
+    expect(page.locator(".picture", has_text="No image").locator(".name")).to_have_text("c.png")
     look = page.locator("#grid").get_attribute("data-look")
     shown = [image["thumbnail"] for image in look_of(page)["images"]]
     assert [name is None for name in shown] == [False, False, True]

@@ -186,7 +186,7 @@ _CHARTS, _LABELS = itemgetter("charts", "labels")(read_toml(Path(__file__).with_
 def charts_of(runs: Sequence[Run], decay: float) -> list[dict[str, Any]]:
     """Return the charts that there is something to draw in, in their order.
 
-    Of several runs the curves by noise level are left out: there, colour is the run.
+    Of several runs the curves by noise level and of layers are left out: there, colour is the run.
 
     Args:
         runs: beside each other.
@@ -197,7 +197,7 @@ def charts_of(runs: Sequence[Run], decay: float) -> list[dict[str, Any]]:
         ``steps``, ``values``, of which None is a gap), ``points`` (single values, no curve), ``log`` (over more than a
         decade), ``loss``.
     """
-    shown = {title: row for title, row in _CHARTS.items() if len(runs) == 1 or "noise level" not in title}
+    shown = {name: row for name, row in _CHARTS.items() if len(runs) == 1 or not {"level", "layers"} & {*name.split()}}
     return [chart for title, row in shown.items() if (chart := _chart(runs, decay, title, **row))["lines"]]
 
 

@@ -19,7 +19,7 @@ async function load() {
 }
 
 function seriesOf(chart, line) {
-  const hue = colour(`curve-${(several ? line.run : line.kind) % 6 + 1}`);
+  const hue = colour(`curve-${(several ? line.run : line.kind) % 8 + 1}`);
   return {
     label: several ? `${names[line.run]}: ${line.label}` : line.label,
     stroke: line.faint ? hue.replace(")", ", .35)") : hue,
