@@ -116,7 +116,8 @@ class Site:
     def _refusal(self, request: Request, error: Exception) -> Response:
         """Return an error as it is shown, on the screen it belongs to or as a page."""
         message, status = str(error), 403 if isinstance(error, Refused) else 422
-        if isinstance(error, KeyError) and _raised_in(error) == datastructures.__file__:  # by a form or a query
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if isinstance(error, KeyError) and raised_in == datastructures.__file__:  # by a form or a query
             message = f"{error}: is missing in the request; reload the screen"
         elif isinstance(error, OSError):
             message = f"{error.filename or 'a file'}: {error.strerror or error}; check the disk and its rights"
@@ -142,10 +143,6 @@ class Given(dict[str, str]):
 
     def __missing__(self, key: str) -> str:
         raise UserError(f"{key}: is missing in the request; reload the screen")
-
-
-def _raised_in(error: Exception) -> str:
-    return traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 def _html(text: str) -> HTMLResponse:
