@@ -64,7 +64,7 @@ def test_data_folders_are_no_place_for_runs(here: Path) -> None:
     (here / "images").mkdir()
     roots = AllowedRoots.of(["output"], ["images"])
     assert roots.find("images/a.png") == (here / "images/a.png").resolve()
-    with pytest.raises(Refused, match="--output_dir"):
+    with pytest.raises(Refused, match="output folders"):
         roots.find("images/run", output=True)
 
 
