@@ -320,7 +320,7 @@ def test_a_folder_without_models_says_how_to_get_one(browser: Any, size: str, tm
     with serve(tmp_path) as own, closing(Tab(browser, own, size)) as tab:
         tab.open("/chat")
         expect(tab.page.locator(".empty")).to_contain_text("make demo-llm")
-        expect(tab.page.locator(".empty")).to_contain_text("--folders")
+        expect(tab.page.locator(".empty")).to_contain_text("FOLDERS")
         tab.fits()
 
 
