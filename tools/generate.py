@@ -208,7 +208,7 @@ def grid(options: argparse.Namespace) -> list[Path]:
     """Run the subcommand ``grid``; return its images, a row a step, and the picture that shows them."""
     from library.training.report.progress import counting
     from library.training.sampling.generate import Cell
-    from library.training.sampling.images import save_image, write_sheet
+    from library.training.sampling.images import prompt_of, save_image, write_sheet
     from networks.merging.merge import LoraSource
 
     steps, to = _complete(options), options.save_to or options.run / "grid"
@@ -231,7 +231,7 @@ def grid(options: argparse.Namespace) -> list[Path]:
         "images": [[str(path.resolve()) for path in row] for row in rows],
     }
     write_text(options.record or to / "grid.json", json.dumps(record, indent=1))
-    todo = {path: cell for row in rows for path, cell in row.items() if not path.is_file()}
+    todo = {path: cell for row in rows for path, cell in row.items() if prompt_of(path) is None}
     with counting(tool_console()) as start:
         advance = start("images", len(rows) * len(columns))
         advance(len(rows) * len(columns) - len(todo))
@@ -257,12 +257,17 @@ def _complete(options: argparse.Namespace) -> list[Checkpoint]:
     named = {str(one.step): one for one in saved} | {one.path.name: one for one in saved}
     steps = [named.get(name) or Checkpoint(options.run / name, about=name) for name in options.steps]
     steps = steps or [*{one.step: one for one in saved}.values()]
-    if not steps or (missing := [one.path.name for one in steps if not one.path.is_file()]):
-        has = ", ".join(str(one.step) for one in saved) or "no LoRA that a run has saved"
-        raise UserError(f"--steps {missing[0] if steps else ''}: is not in {options.run}; it has {has}")
+    has = ", ".join(str(one.step) for one in saved) or "none of its own"
+    if not steps:
+        why = "has no LoRA that a run has saved" if options.run.is_dir() else "is no folder"
+        raise UserError(f"{options.run}: {why}; give the output folder of a run that has saved one")
+    if missing := [one.path.name for one in steps if not one.path.is_file()]:
+        raise UserError(f"--steps {missing[0]}: is not in {options.run}; it has {has}")
     for key in run.keys() & vars(options).keys() - {"mixed_precision"}:
         setattr(options, key, getattr(options, key) or run[key])
-    options.model = options.model or run.get("pretrained_model_name_or_path", "")
+    if not (options.model or run.get("pretrained_model_name_or_path")):
+        raise UserError(f"{options.run}: has no config.toml of a run, which names the model; add --model")
+    options.model = options.model or run["pretrained_model_name_or_path"]
     if not (options.prompt or options.from_file):
         options.from_file = run.get("sample_prompts")
         if not options.from_file and run.get("dataset_config"):

@@ -29,7 +29,7 @@ from PIL import Image
 
 from library.config.model_types import ConditionKind
 from library.data.buckets import Bucketing, ControlSizing, Fit, Images, Size, describe_sizes, same_shape, size_text
-from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings, idle_keys
+from library.data.config import LEAST_TO_HOLD_OUT, Dataset, DatasetConfig, Subset, SubsetSettings, idle_keys
 from library.data.file_index import FileIndex, SourceFile, checked_bytes, files_inside, list_folder
 from library.data.images import decode, fit_image
 from library.data.mask_files import REFUSED, look_at_masks
@@ -208,6 +208,9 @@ def scan(
         known = chosen.union(sample.image.path for sample in result.listed if not sample.settings.is_reg)
         line = f"{len(chosen)} of {len(known)} images are held out to validate on; validation_split = 0 trains on all"
         result.unused.append(f"{config.path}: {line}")
+    elif any(one.settings.validation_split == "auto" for each in config.datasets for one in each.subsets):
+        why = f"no subset has {LEAST_TO_HOLD_OUT} images; 0.2 holds out a fifth"
+        result.warnings.append(f'{config.path}: validation_split = "auto" holds out no image, as {why}')
     result.warnings.extend(result.unused)
     if (number := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
         raise UserError(

@@ -322,6 +322,8 @@ def test_auto_holds_out_one_in_ten_of_ten_and_more_but_at_most_eight(tmp_path: P
         assert 10 * len(held) >= min(count - 5, 80) or count < 10
         said = [line for line in data.describe() if "held out to validate on; validation_split = 0 trains" in line]
         assert [f" {len(held)} of {count} images" in line for line in said] == [True] * bool(held)
+        none = [line for line in data.describe() if 'validation_split = "auto" holds out no image' in line]
+        assert len(none) == (not held)
     for without in ("", "validation_split = 0"):  # sd-scripts' datasets train on all that they name
         assert build(write_toml(tmp_path, without)).validation is None
 

@@ -200,6 +200,12 @@ def test_a_grid_that_is_killed_goes_on_and_makes_anew_what_has_changed(
     shown = {Path(name).name for row in record["images"] for name in row}
     assert {*saved[6:], *(path.name for path in before)} == shown
     assert len(saved[6:]) == 7
+    for path, kept in zip(before, (0, 40), strict=False):  # a disk that filled up, or lost what it had
+        path.write_bytes(path.read_bytes()[:kept])
+    damaged = [path.name for path in before][:2]
+    saved[:] = ["none yet"] * 6
+    grid_of(run)
+    assert sorted(saved[6:]) == sorted(damaged)
     shutil.copy(run / "zorbo.safetensors", run / "zorbo-step00000004.safetensors")
     saved[:] = ["none yet"] * 6
     grid_of(run, "--steps", "4", "8")

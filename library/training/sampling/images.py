@@ -125,7 +125,7 @@ class Sampler:
         for first in sorted(self.folder.glob(f"step{'[0-9]' * 6}*_00.png")):
             step = int(first.stem.removeprefix("step").partition("_")[0])
             paths = [self._path(step, i) for i in range(len(lines))]
-            if step <= last_step and [_prompt_of(path) for path in paths] == lines:
+            if step <= last_step and [prompt_of(path) for path in paths] == lines:
                 self.sampled.setdefault(step, paths)
 
     def write_sheets(self) -> list[Path]:
@@ -185,7 +185,7 @@ def save_image(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None
         image.save(temporary, format="PNG", pnginfo=info)
 
 
-def _prompt_of(path: Path) -> str | None:
+def prompt_of(path: Path) -> str | None:
     """Return the prompt that an image carries, or None if it carries none, is damaged or is not there."""
     try:
         with Image.open(path) as image:

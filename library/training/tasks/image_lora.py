@@ -43,7 +43,7 @@ from library.data.cache import TextJob, absent, discard_damaged
 from library.data.caption_command import write_captions
 from library.data.dataset import ENCODING_CAPTIONS, ENCODING_IMAGES, Painted, TrainingData, build_dataset, check_masks
 from library.data.lint import captions_of, long_captions, refuse_damaged, summarise
-from library.errors import UserError
+from library.errors import UserError, counted, names_in_short
 from library.models.family import Family
 from library.models.family_by_name import model_family
 from library.models.text import TextEncoder
@@ -332,6 +332,12 @@ class ImageLora(LoraTask):
         data, tables = self.data, dataset_settings(self.plan.dataset)
         with agreed("reading the images"):
             samples = data.hashed_samples()
+        trained = {one.image.content for one in samples if not one.held_out}
+        if both := [one.image.path for one in samples if one.held_out and one.image.content in trained]:
+            what = f"held out, and trained on as a copy or in another subset: {names_in_short(both)}"
+            remedy = "remove copies, and give subsets of one folder the same validation_split"
+            why = f"the held-out loss is too low; {remedy}"
+            self.console.print(f"note: {counted(len(both), 'image')} {what}; {why}", soft_wrap=True)
         self.inputs.settings |= tables
         self.inputs.add_images(samples, by_path=True)
         if is_model_parallel(self.accelerator):  # noise follows from the paths as written, and must be the same here

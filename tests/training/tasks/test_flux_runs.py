@@ -45,7 +45,7 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
     expected = {"step", "epoch", "loss", "loss_ema", "lr/lora", "grad_norm", "sigma_mean", "s_per_it", "data_wait_s"}
     assert expected | {"peak_mem_bytes", "samples_per_s"} <= steps[0].keys()
     validations = [line for line in metrics(out) if "val_loss" in line]
-    assert [line["step"] for line in validations] == [0, 4]
+    assert [line["step"] for line in validations] == [0, 2, 4]  # at the start, and with each save
     assert events.val_loss == validations[-1]["val_loss"]
     for name in (
         "lora.safetensors",
@@ -271,6 +271,23 @@ def test_a_line_of_kohyas_trains_from_the_shell(case: tuple[Path, Path], tmp_pat
     done = start([*arguments(*case, tmp_path / "out"), *flags], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "note: --xformers: has no effect here: PyTorch's own attention kernels" in done.stdout.replace("\n", " ")
+
+
+def test_a_held_out_image_that_is_trained_on_too_is_named(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_dataset(tmp_path / "data", images=4, validation_split=0.25)
+    run(base, data, tmp_path / "first", max_train_steps=1)
+    assert "trained on as a copy" not in capsys.readouterr().out
+    inputs = [path.read_bytes() for path in sorted((tmp_path / "data/images").glob("?.png"))]
+    (tmp_path / "data/more").mkdir()
+    for i, content in enumerate(inputs):
+        (tmp_path / f"data/more/copy{i}.png").write_bytes(content)
+        (tmp_path / f"data/more/copy{i}.txt").write_text("a disc")
+    data.write_text(data.read_text() + '[[datasets.subsets]]\nimage_dir = "more"\n')
+    run(base, data, tmp_path / "again", max_train_steps=1)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 image held out, and trained on as a copy or in another subset: " in printed
 
 
 def test_a_start_says_which_captions_and_prompts_are_cut(
