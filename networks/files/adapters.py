@@ -80,6 +80,10 @@ def load_adapter(path: str | Path, targets: LoraTargets) -> AdapterFile:
         if any(key.endswith((".oft_blocks", ".oft_R.weight")) for key in unknown):
             raise UserError(f"{path}: is an OFT, which is not read; use a LoRA, DoRA, LoHa or LoKr")
         refuse_other_family(path, targets)
+        if not found and not any("lora" in key or non_lora_kind([key]) for key in entries):
+            raise UserError(
+                f"{path}: holds a model or something else, no LoRA ({sorted(unknown)[0]}); give a LoRA's file"
+            )
         or_text = " or text encoders" if targets.text_encoders else ""
         raise UserError(
             f"{path}: {len(unknown)} keys are no {title} weights of {targets.family}'s transformer{or_text}: "

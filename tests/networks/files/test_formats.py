@@ -472,3 +472,11 @@ def test_names_are_found_with_dots_and_underscores_in_both_namings() -> None:
                 assert FLUX_KEYS.find(place.original.replace(".", "_")) is not None
     for wrong in ("double_blocks.x.img_attn.qkv", "transformer_blocks.0.attn.norm_q", "single_blocks.0", ""):
         assert FLUX_KEYS.find(wrong) is None
+
+
+def test_a_model_given_as_a_lora_is_told_for_what_it_is(tmp_path: Path) -> None:
+    save_file(
+        {name: tensor.contiguous() for name, tensor in make_flux().state_dict().items()}, tmp_path / "m.safetensors"
+    )
+    with pytest.raises(UserError, match=r"holds a model or something else, no LoRA \(.*\); give a LoRA's file"):
+        load_lora(tmp_path / "m.safetensors", FLUX_TARGETS)
