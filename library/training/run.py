@@ -27,7 +27,7 @@ from library.files import atomic_folder
 from library.folder_lock import FolderLock
 from library.processes import agreed, from_all_processes
 from library.training.checkpoint.hub import build_upload
-from library.training.checkpoint.output_folder import refuse_to_overwrite, same_name_beside, try_writing
+from library.training.checkpoint.output_folder import refuse_kept, refuse_to_overwrite, same_name_beside, try_writing
 from library.training.checkpoint.saving import CheckpointWriter, Write, fallback_folder, remove_old
 from library.training.checkpoint.state import (
     AUTO,
@@ -125,6 +125,7 @@ class Run:
     def _check_output(self, resumed: bool) -> None:
         accelerator = self.engine.accelerator
         weights = self.names.weights(self.names.stem())
+        refuse_kept(weights)
         if not (resumed or self.saving.overwrite):
             refuse_to_overwrite(weights, self.config)
         if other := same_name_beside(weights):

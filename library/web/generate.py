@@ -41,14 +41,9 @@ def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
     is_tiny = "tiny-" in str(run.get("pretrained_model_name_or_path"))  # built in: made for guidance 1 and 128 pixels
     model_type = run.get("model_type", "flux")
     usual = family_defaults(model_type if model_type in IMAGE_MODELS else "flux")
-    side, guidance = ("128", "1") if is_tiny else (str(usual["sample_size"]), "")
-    return {
-        "strengths": "0 0.5 0.8 1 1.2",
-        "prompts": _prompts_of(site, run),
-        "width": side,
-        "height": side,
-        "guidance": guidance,
-    }
+    sizes = dict.fromkeys(("width", "height"), "128" if is_tiny else str(usual["sample_size"]))
+    values = {"strengths": "0 0.5 0.8 1 1.2", "prompts": _prompts_of(site, run), "guidance": "1" if is_tiny else ""}
+    return values | sizes
 
 
 def _prompts_of(site: Site, run: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODEL_KINDS, MODEL_FILE_KEYS
 from library.errors import UserError
 from library.gguf_header import has_language_model
-from library.training.report.run_folder import cached_by_mtime, checkpoints_of, header_of, mtime, settings_of, text_of
+from library.training.report.run_folder import cached_by_mtime, checkpoints_of, header_of, mtime, object_in, settings_of
 from library.web.run import fragment
 from library.web.site import Site
 
@@ -59,19 +59,13 @@ def _kind_of_folder(folder: Path, files: Sequence[str]) -> str:
     if "model_index.json" in files:
         return "model"
     if "adapter_config.json" in files:
-        adapter = settings_in(folder / "adapter_config.json") or {}
+        adapter = object_in(folder / "adapter_config.json") or {}
         return "language_lora" if adapter.get("task_type") in ("CAUSAL_LM", None) else ""
     is_old = "params.json" in files or any(file.endswith(".ckpt.index") for file in files)
-    config = settings_in(folder / "config.json") or {}
+    config = object_in(folder / "config.json") or {}
     if "vision_config" in config and {"preprocessor_config.json", "processor_config.json"}.intersection(files):
         return "captioner"
     return "language_model" if is_old or config.get("model_type") in LANGUAGE_MODEL_KINDS else ""
-
-
-@cached_by_mtime
-def settings_in(file: Path) -> dict[str, Any]:
-    """Return the object in a small JSON file."""
-    return dict(json.loads(text_of(file) or ""))
 
 
 @cached_by_mtime
@@ -87,8 +81,8 @@ def kind_of(path: Path) -> str:
         raise ValueError(f"{path}: cannot be read")
     if not any(_LORA.search(name) for name in head):
         return "model"
-    metadata = json.dumps(head.get("__metadata__")) + (text_of(path.with_name("adapter_config.json")) or "")
-    return "" if "CAUSAL_LM" in metadata else "lora"
+    said = head.get("__metadata__"), object_in(path.with_name("adapter_config.json"))
+    return "" if "CAUSAL_LM" in json.dumps(said) else "lora"
 
 
 def show_screen(site: Site, request: Request, kind: str, template: str, form: Values, result: Values) -> Response:

@@ -26,6 +26,7 @@ from library.training.report.metrics_file import MetricsReader, Run, Series, cha
 from library.training.report.run_folder import (
     PREPARING,
     checkpoints_of,
+    chosen_of,
     defaults_of,
     mtime,
     newest_metrics,
@@ -159,9 +160,10 @@ def curves(site: Site, request: Request, form: Form) -> Response:
 
 
 def _loras(folder: Path, job: Job | None, jobs: list[Job]) -> list[dict[str, Any]]:
-    """Return the LoRA files of a run, the newest first, and what is known of where they load."""
-    found = []
-    for path in sorted(filter(Path.is_file, folder.glob("*.safetensors")), key=mtime, reverse=True):
+    """Return the LoRA files of a run, the chosen one first, then the newest, and what is known of where they load."""
+    found, chosen = [], chosen_of(folder)
+    files = filter(Path.is_file, folder.glob("*.safetensors"))
+    for path in sorted(files, key=lambda path: (chosen is None or path != chosen.path, -mtime(path))):
         inspections = [each for each in jobs if each.kind == "inspect" and each.words[-1] == str(path)]
         checks = [each for each in inspections if each.created > mtime(path)]
         ended = [job] if job and job.state == "done" and "-step" not in path.name else []

@@ -34,6 +34,7 @@ from library.config.model_types import MODEL_TYPES
 from library.config.published_models import link, published_models
 from library.errors import UserError, counted
 from library.training.report.progress import duration
+from library.training.report.run_folder import chosen_of, name_to_keep, output_name
 from library.web.access import AllowedRoots, Refused
 from library.web.cards import cards
 from library.web.jobs import Jobs
@@ -73,9 +74,10 @@ class Site:
         )
         templates.filters |= {each.__name__: each for each in (number, duration, size, moment, ago, link)}
         templates.filters |= {"short": roots.show, "json": json.dumps, "urlencode": partial(quote, errors="replace")}
-        templates.globals |= {"screens": SCREENS, "url": url, "counted": counted, "cards": cards}
-        templates.globals["has_gpus"] = shutil.which("nvidia-smi") is not None
+        functions = (url, counted, cards, chosen_of, name_to_keep, output_name)
+        templates.globals |= {each.__name__: each for each in functions}
         templates.globals |= {"published": published_models(), "types": MODEL_TYPES}
+        templates.globals |= {"screens": SCREENS, "has_gpus": shutil.which("nvidia-smi") is not None}
         parts = vars(templates.get_template("parts.html").module)  # a block that is rendered alone has them too
         templates.globals |= {name: macro for name, macro in parts.items() if name[0] != "_"}
         list(map(templates.get_template, templates.list_templates()))  # compiled before the first visit

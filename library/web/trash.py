@@ -1,8 +1,12 @@
-"""Delete and rename. What is deleted on the page can be restored until the trash is emptied.
+"""Delete, rename and keep. What is deleted on the page can be restored until the trash is emptied.
 
 What was deleted together is one folder ``<output>/.tandem/trash/<time>-<name>/``: ``origin.json`` says when, and where
 each path was; the file or folder itself is ``0/<its name>``, a second one ``1/<its name>``. The record is written
 first, so that whatever is interrupted can be restored. From another disk a whole copy is made before anything goes.
+
+A checkpoint is kept as a copy in its run's folder, under a name that the run does not use. The copy's metadata say its
+own name and, as ``tandem.kept``, which file it is a copy of; its tensors are the same bytes. ``chosen.json`` beside it
+says which copy was made last: the chosen one of the run.
 """
 
 from __future__ import annotations
@@ -27,10 +31,10 @@ from library.config.edit import edited
 from library.errors import UserError, printable
 from library.files import atomic_folder, atomic_path, discard, find_bad_name, rename, write_text
 from library.folder_lock import HOLDER, is_held
-from library.training.report.run_folder import NO_RUNS, own_names, script_of, settings_of, text_of
+from library.training.report import run_folder
 from library.web.access import STATE, Refused
 from library.web.jobs import Jobs, read_object
-from library.web.site import Form, Routes, Site, goto, tell_changed, url
+from library.web.site import Form, Given, Routes, Site, goto, tell_changed, url
 
 
 @dataclass(frozen=True)
@@ -169,25 +173,18 @@ def rename_run(site: Site, path: Path, name: str) -> Path:
     with site.jobs.alone():
         old = movable(site, path)
         _refuse_missing(site, [old])
-        is_run, name = old.is_dir(), name if old.is_dir() else name.removesuffix(old.suffix)
-        why = find_bad_name(name, 72)  # more bytes, as output_name has it
-        if NO_RUNS.fullmatch(name):
-            why = "it begins with a dot, is samples, or ends in -state"
-        new, own = old if why else old.with_name(name if is_run else f"{name}{old.suffix}"), own_names(old.parent)
-        why = why or ("it is taken" if os.path.lexists(new) else None)
-        if not why and own.fullmatch(old.name) and own.fullmatch(new.name):
-            why = "the run gives it to a file of its own, which would replace this one"
-        if why:
-            raise UserError(f"name: {name[:80]!r} cannot be given ({why}); choose another")
-        text, before = _settings_in(site, old, new) if is_run else "", text_of(old / "config.toml")
+        new, chosen = free_path(old, name), read_object(old.with_name(run_folder.CHOSEN)) or {}
+        text, before = _settings_in(site, old, new) if old.is_dir() else "", run_folder.text_of(old / "config.toml")
         try:
             if text:  # first, as a full disk is noticed by it
                 write_text(old / "config.toml", text)
             move(old, new)
         except BaseException:
-            if text and text_of(old / "config.toml") != before:
+            if text and run_folder.text_of(old / "config.toml") != before:
                 write_text(old / "config.toml", before or "")
             raise
+        if chosen.get("file") == old.name:
+            write_text(new.with_name(run_folder.CHOSEN), json.dumps(chosen | {"file": new.name}))
         site.jobs.rename(old, new)
         for each in trashed(site):  # what was deleted in the run's folder comes back into it
             inside = (new / path.relative_to(old) if old in path.parents else path for path in each.origins)
@@ -196,10 +193,26 @@ def rename_run(site: Site, path: Path, name: str) -> Path:
     return new
 
 
+def free_path(old: Path, name: str) -> Path:
+    """Return the path of a run or file under another name, which is checked; see :func:`rename_run`."""
+    ending = "" if old.is_dir() else old.suffix
+    name, own = name.removesuffix(ending), run_folder.own_names(old.parent)
+    why = find_bad_name(name, 72)  # more bytes, as output_name has it
+    if run_folder.NO_RUNS.fullmatch(name):
+        why = "it begins with a dot, is samples, or ends in -state"
+    new = old if why else old.with_name(f"{name}{ending}")
+    why = why or ("it is taken" if os.path.lexists(new) else None)
+    if not why and own.fullmatch(old.name) and own.fullmatch(new.name):
+        why = "the run gives it to a file of its own, which would replace this one"
+    if why:
+        raise UserError(f"name: {name[:80]!r} cannot be given ({why}); choose another")
+    return new
+
+
 def _settings_in(site: Site, old: Path, new: Path) -> str:
     """Return the configuration of a run, with paths in its folder as they are once it is renamed."""
-    text, settings = text_of(old / "config.toml") or "", settings_of(old)
-    script = script_of(settings)
+    text, settings = run_folder.text_of(old / "config.toml") or "", run_folder.settings_of(old)
+    script = run_folder.script_of(settings)
     for key, value in settings.items():
         path = place = Path()
         with suppress(RuntimeError, ValueError):  # a text that is no path, such as "~5 hours"
@@ -237,6 +250,44 @@ def change_name(site: Site, request: Request, form: Form) -> Response:
     return answer
 
 
+def keep(site: Site, request: Request, form: Form) -> Response:
+    """Copy a checkpoint to the name that the form gives, and mark the copy as the chosen one of its run."""
+    given = Given(form)
+    path, name = site.roots.find(given["path"], output=True), given["name"]
+    found = next((each for each in run_folder.checkpoints_of(path.parent) if each.path == path), None)
+    if not (found and run_folder.header_of(path)):
+        raise UserError(f"{site.roots.show(path)}: is no whole checkpoint of this run; choose one from its list")
+    with site.jobs.alone():
+        new, before = free_path(path, name), run_folder.chosen_of(path.parent)
+        copy_as(path, new)
+        record = {"file": new.name, "step": found.step, "about": found.about.replace("lowest ", "")}
+        write_text(path.with_name(run_folder.CHOSEN), json.dumps(record))
+    said = f"Kept: {site.roots.show(new)} ({found.about}). Copy it into ComfyUI's models/loras."
+    if before:
+        said += f"\nIt is the chosen one of this run now. {before.path.name} was it before; that file stays."
+    answer = site.part("base.html", "notice", notice=said, notice_kind="good")
+    answer.headers.update({"hx-retarget": "#message", "hx-reswap": "innerHTML", "hx-trigger": "changed"})
+    return answer
+
+
+def copy_as(path: Path, new: Path) -> None:
+    """Copy a LoRA to ``new``, which is free; its metadata get the new name, and say what it is a copy of.
+
+    A title that a person gave stays. sd-scripts' older hash is left out, as it depends on the length of the header.
+    """
+    header = run_folder.header_of(path) or {}
+    about = dict(header.get("__metadata__") or {})
+    old = about.get("ss_output_name")
+    about |= {key: new.stem for key in ("ss_output_name", "modelspec.title") if old and about.get(key) == old}
+    about.pop("sshs_legacy_hash", None)
+    text = json.dumps(header | {"__metadata__": about | {run_folder.KEPT: path.stem}}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "rb") as file, atomic_path(new) as temporary, open(temporary, "wb") as output:
+        file.seek(int.from_bytes(file.read(8), "little"), os.SEEK_CUR)
+        output.write(len(text).to_bytes(8, "little") + text)
+        shutil.copyfileobj(file, output, 2**20)
+
+
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show what is in the trash."""
     return site.page(request, "trash.html", things=trashed(site), jobs=site.jobs.folder)
@@ -253,4 +304,9 @@ def change(site: Site, request: Request, form: Form) -> Response:
     return goto("/trash")
 
 
-ROUTES: Routes = {"/trash": (show, change), "/delete": (None, delete), "/rename": (None, change_name)}
+ROUTES: Routes = {
+    "/trash": (show, change),
+    "/delete": (None, delete),
+    "/rename": (None, change_name),
+    "/keep": (None, keep),
+}

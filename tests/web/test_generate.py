@@ -289,7 +289,6 @@ def test_pictures_appear_while_it_paints_and_several_loras_are_one_sum(tab: Tab,
 
 def test_the_best_saved_step_is_found_kept_by_a_name_and_the_others_deleted(browser: Any, tmp_path: Path) -> None:
     run = with_steps(tmp_path)
-    kept = (run / "zorbo-step00000008.safetensors").read_bytes()
     with serve(tmp_path) as server:
         tab = Tab(browser, server)
         tab.open("/run?path=output/zorbo")
@@ -311,21 +310,41 @@ def test_the_best_saved_step_is_found_kept_by_a_name_and_the_others_deleted(brow
         tab.fits()
         saved = tab.page.locator("#saved")
         expect(saved.locator("option:checked")).to_contain_text("zorbo-step00000008")
-        saved.get_by_label("Name to keep it by").fill("zorbo")
+        name, said = saved.get_by_label("Name to keep it by"), tab.page.locator("#message")
+        expect(name).to_have_value("zorbo-chosen")
+        name.fill("zorbo")
         saved.get_by_role("button", name="Keep this one").click()
-        expect(tab.page.locator("#message")).to_contain_text("it is taken")
-        saved.get_by_label("Name to keep it by").fill("my zorbo")
+        expect(said).to_contain_text("'zorbo' cannot be given (it is taken)")
+        name.fill("my zorbo")
         saved.get_by_role("button", name="Keep this one").click()
-        until(lambda: (run / "my zorbo.safetensors").is_file())
+        place = "output/zorbo/my zorbo.safetensors"
+        expect(said).to_contain_text(f"Kept: {place} (step 8, lowest held-out loss 0.4100")
+        expect(said).to_contain_text("Copy it into ComfyUI's models/loras.")
+        expect(name).to_have_value("zorbo-chosen")  # for the next one
+        expect(saved).to_contain_text(f"{place}: copy it into ComfyUI's models/loras")
+        saved.get_by_label("Saved step").select_option(index=0)
+        name.fill("other zorbo")
+        saved.get_by_role("button", name="Keep this one").click()
+        expect(said).to_contain_text("my zorbo.safetensors was it before; that file stays.")
+        tab.fits()
+        tab.open("/")
+        expect(tab.page.locator(".run")).to_contain_text("other zorbo.safetensors")
+        expect(tab.page.locator(".run")).to_contain_text("step 4, held-out loss 0.5432")
+        tab.fits()
+        with tab.page.expect_download() as download:
+            tab.page.get_by_role("link", name="Download other zorbo.safetensors").click()
+        assert Path(download.value.path()).read_bytes() == (run / "other zorbo.safetensors").read_bytes()
         tab.open("/run?path=output/zorbo")
-        expect(tab.page.locator("#files b")).to_have_count(3)
+        files = tab.page.locator("#files b")
+        expect(files).to_have_count(5)
+        expect(files.first).to_have_text("other zorbo.safetensors")
+        tab.fits()
         tab.page.get_by_role("button", name="Delete the other checkpoints").click()
-        until(lambda: not (run / "zorbo.safetensors").exists())
-        assert [path.name for path in run.glob("*.safetensors")] == ["my zorbo.safetensors"]
-        assert (run / "my zorbo.safetensors").read_bytes() == kept
-        expect(tab.page.locator("#files")).to_contain_text("my zorbo.safetensors")
+        expect(files).to_have_count(3)
+        assert sorted(path.stem for path in run.glob("*.safetensors")) == ["my zorbo", "other zorbo", "zorbo"]
+        tab.page.locator("#files").get_by_label("Saved step").wait_for()
         tab.close()
-    assert len(list((tmp_path / "output/.tandem/trash").glob("*/*/zorbo*.safetensors"))) == 2
+    assert len(list((tmp_path / "output/.tandem/trash").glob("*/*/zorbo-step*.safetensors"))) == 2
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.datastructures import FormData
 
 from library.errors import UserError
 from library.folder_lock import FolderLock
+from library.training.report.run_folder import Checkpoint, checkpoints_of, chosen_of, name_to_keep
 from library.web.access import AllowedRoots
 from library.web.jobs import Job, Jobs
 from library.web.site import Site
-from library.web.trash import rename_run, restore, trash, trashed
+from library.web.trash import keep, rename_run, restore, trash, trashed
 from tests.web.page import ROOT, Tab, expect, serve, until
 from tests.web.test_runs import add_run
 
@@ -208,6 +210,99 @@ def test_a_run_that_cannot_be_renamed_is_as_it_was(what: str, site: Site, monkey
         rename_run(site, run, "s")
     assert read(run) == before
     assert not run.with_name("s").exists()
+
+
+def run_with_checkpoints(site: Site, **settings: Any) -> Path:
+    """Write a run with two checkpoints as the trainer writes them, and what it ended with; return its folder."""
+    import torch
+
+    from library.safetensors_io import write_safetensors
+    from networks.files.metadata import hash_metadata
+
+    run = site.roots.outputs[0] / "anna"
+    run.mkdir()
+    lines = [f"{key} = {json.dumps(value)}\n" for key, value in {"output_name": "anna", **settings}.items()]
+    (run / "config.toml").write_text("[saving]\n" + "".join(lines))
+    for step, name in ((4, "anna-step00000004"), (8, "anna-step00000008"), (12, "anna")):
+        tensors = {"a.lora_A.weight": torch.randn(4, 8), "a.lora_B.weight": torch.randn(8, 4).bfloat16()}
+        about = {"ss_steps": f"{step}", "ss_output_name": "anna", "modelspec.title": "anna", "tandem.settings": "{}"}
+        write_safetensors(run / f"{name}.safetensors", tensors, about | hash_metadata(tensors, about))
+    (run / "metrics.jsonl").write_text('{"step": 4, "val_loss": 0.5}\n{"step": 8, "val_loss": 0.25}\n')
+    return run
+
+
+def keep_as(site: Site, path: Path, name: str) -> str:
+    """Return what the page says."""
+    return keep(site, None, FormData({"path": str(path), "name": name})).body.decode()
+
+
+def test_a_kept_copy_has_the_same_tensors_and_its_own_name_and_the_mark_moves(site: Site) -> None:
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    from networks.files.metadata import hash_metadata
+
+    run = run_with_checkpoints(site)
+    before = read(run)
+    assert chosen_of(run) is None
+    assert name_to_keep(run) == "anna-chosen"
+    assert "step 4, held-out loss 0.5000" in keep_as(site, run / "anna-step00000004.safetensors", name_to_keep(run))
+    assert chosen_of(run) == Checkpoint(run / "anna-chosen.safetensors", 4, "step 4, held-out loss 0.5000")
+    said = keep_as(site, run / "anna-step00000008.safetensors", "größe 8")
+    assert "anna-chosen.safetensors was it before; that file stays." in said
+    assert chosen_of(run) == Checkpoint(run / "größe 8.safetensors", 8, "step 8, held-out loss 0.2500")
+    assert name_to_keep(run) == "anna-chosen-2"
+    for source, name in (("anna-step00000004", "anna-chosen"), ("anna-step00000008", "größe 8")):
+        old, new = run / f"{source}.safetensors", run / f"{name}.safetensors"
+        tensors = load_file(new)
+        assert tensors.keys() == load_file(old).keys()
+        assert all(
+            (tensors[key].view(torch.uint8) == value.view(torch.uint8)).all() for key, value in load_file(old).items()
+        )
+        with safe_open(old, "pt") as file, safe_open(new, "pt") as copy:
+            was, about = file.metadata(), copy.metadata()
+        named = {"ss_output_name": name, "modelspec.title": name, "tandem.kept": source}
+        assert about == {key: value for key, value in was.items() if key != "sshs_legacy_hash"} | named
+        assert about["sshs_model_hash"] == hash_metadata(tensors, {})["sshs_model_hash"]
+    after = read(run)
+    assert {key: after[key] for key in before} == before  # what was there stays as it was
+    # the mark follows a new name, and comes back with its file
+    rename_run(site, run / "größe 8.safetensors", "anna 9")
+    assert chosen_of(run).path == run / "anna 9.safetensors"
+    thrown = trash(site, run / "anna 9.safetensors")
+    assert chosen_of(run) is None
+    restore(site, thrown.folder.name)
+    assert chosen_of(run).step == 8
+
+
+def test_nothing_is_kept_over_a_file_or_under_a_name_that_the_run_saves(site: Site) -> None:
+    run = run_with_checkpoints(site)
+    source = run / "anna-step00000004.safetensors"
+    (run / "there.safetensors").write_text("mine")
+    (run / "broken.safetensors").write_text("no header")
+    shutil.copy(run / "broken.safetensors", run / "anna-step00000006.safetensors")
+    before = read(run)
+    for name in ("there", "there.safetensors", "anna", "ANNA", "anna-step00000004", "anna-step00000099", "anna-000002",
+                 "anna-best", "", "a/b", "../b", ".b", "x-state", "con", "a\0b"):  # fmt: skip
+        with pytest.raises(UserError):
+            keep_as(site, source, name)
+    for other in ("there", "broken", "anna-step00000006", "nothing"):
+        with pytest.raises(UserError, match="is no whole checkpoint"):
+            keep_as(site, run / f"{other}.safetensors", "kept")
+    assert read(run) == before
+
+
+def test_a_training_does_not_replace_a_kept_file(site: Site) -> None:
+    from library.training.checkpoint.output_folder import refuse_kept
+
+    run = run_with_checkpoints(site)
+    keep_as(site, run / "anna-step00000004.safetensors", "anna-chosen")
+    assert [each.path.stem for each in checkpoints_of(run)] == ["anna-step00000004", "anna-step00000008", "anna"]
+    refuse_kept(run / "anna.safetensors")
+    refuse_kept(run / "nothing.safetensors")
+    with pytest.raises(UserError, match="was kept from a run; rename it"):
+        refuse_kept(run / "anna-chosen.safetensors")
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from library.errors import UserError
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import without_folders
 from library.training.checkpoint.state import OutputNames
+from library.training.report.run_folder import KEPT, header_of
 
 SETTINGS = "tandem.settings"  # in the metadata of what a run ends with
 # Sections of what is not of the LoRA: what is written, shown and looked at, and where the work is done.
@@ -94,6 +95,12 @@ def describe_settings(config: BaseModel, hidden: bool = False) -> str:
     """Return :func:`lasting_settings` as JSON, or ``hidden`` as a hash that tells only whether others are the same."""
     text = json.dumps(lasting_settings(config), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if hidden else text
+
+
+def refuse_kept(weights: Path) -> None:
+    """Refuse to write over the copy of a checkpoint that a person has kept under this name."""
+    if KEPT in ((header_of(weights) or {}).get("__metadata__") or {}):
+        raise UserError(f"output_name: {weights} was kept from a run; rename it, or choose another output_name")
 
 
 def refuse_to_overwrite(weights: Path, config: BaseModel) -> None:

@@ -35,6 +35,8 @@ NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
 _RUN_HEADING = re.compile(r"# Tandem .*: the settings of this run")
 _SAMPLE = re.compile(r"step(\d{6,})_(\d{2,})\.png")
 PREPARING = ".preparing.json"  # in a run's folder, before its first step
+CHOSEN = "chosen.json"  # in a run's folder: which file was kept as its best
+KEPT = "tandem.kept"  # in the metadata of a kept file: the name of the checkpoint that it is a copy of
 _STATE = re.compile(r"step(\d+)-state")
 _HEADER_BYTES = 2**23  # of a file; the largest have half of it
 
@@ -80,6 +82,12 @@ def text_of(file: Path) -> str:
     """Return a configuration, or another short text, as it is."""
     with open(file, "rb") as opened:
         return opened.read(_MOST_TEXT).decode("utf-8", "replace")
+
+
+@cached_by_mtime
+def object_in(file: Path) -> dict[str, Any]:
+    """Return the object in a small JSON file."""
+    return dict(json.loads(text_of(file) or ""))
 
 
 @cached_by_mtime
@@ -178,10 +186,27 @@ def _validations(file: Path) -> dict[int, dict[str, float]]:
     return {int(record["step"]): record for record in records}
 
 
+def output_name(folder: Path) -> str:
+    """Return the name of what the run in ``folder`` ends with, without its ending."""
+    return str(settings_of(folder).get("output_name", "lora"))
+
+
 def own_names(folder: Path) -> re.Pattern[str]:
-    """Return what a run calls its LoRA files, as ``OutputNames`` does."""
-    own = re.escape(str(settings_of(folder).get("output_name", "lora")))
-    return re.compile(rf"{own}(-step\d{{8}}|-\d{{6}}|-best)?\.safetensors")
+    """Return what a run calls its LoRA files, as ``OutputNames`` does; disks of macOS and Windows ignore case."""
+    return re.compile(rf"{re.escape(output_name(folder))}(-step\d{{8}}|-\d{{6}}|-best)?\.safetensors", re.IGNORECASE)
+
+
+def name_to_keep(folder: Path) -> str:
+    """Return a free name for a copy of a run's checkpoint; -best is the name of what ``save_best`` writes."""
+    tries = (f"{output_name(folder)}-chosen" + f"-{n}" * (n > 1) for n in range(1, 10_000))
+    return next(name for name in tries if not os.path.lexists(folder / f"{name}.safetensors"))
+
+
+def chosen_of(folder: Path) -> Checkpoint | None:
+    """Return the file that was kept as the best of a run; None if there is none, or it is gone."""
+    record = object_in(folder / CHOSEN) or {}
+    path = folder / Path(str(record.get("file"))).name
+    return Checkpoint(path, record.get("step", -1), record.get("about", "")) if path.is_file() else None
 
 
 def checkpoints_of(folder: Path) -> list[Checkpoint]:

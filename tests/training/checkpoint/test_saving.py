@@ -120,6 +120,22 @@ def test_the_best_lora_is_kept_and_a_run_without_gain_stops(base: Path, tmp_path
     assert same(lora(tmp_path / "out", "lora-best"), lora(tmp_path / "out", f"lora-step{best:08d}"))
 
 
+def test_a_copy_that_was_kept_is_in_no_runs_way_and_is_never_replaced(base: Path, tmp_path: Path) -> None:
+    from library.web.trash import copy_as
+
+    data, out = write_dataset(tmp_path / "data", text=VALIDATED), tmp_path / "out"
+    run(base, data, out, save_every_n_steps=1, save_state=True, max_train_steps=2)
+    kept = out / "anna.safetensors"
+    copy_as(out / "lora-step00000001.safetensors", kept)
+    bytes_before = kept.read_bytes()
+    run(base, data, out, save_every_n_steps=1, save_last_n_steps=1, max_train_steps=3, resume="auto")
+    assert [line["step"] for line in metrics(out) if "loss" in line] == [1, 2, 3]
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="was kept from a run; rename it"):
+            run(base, data, out, max_train_steps=4, overwrite=overwrite, output_name="anna")
+    assert kept.read_bytes() == bytes_before
+
+
 @pytest.mark.parametrize("every", [2, 3])
 def test_the_last_step_is_looked_at_once_and_may_be_the_best(base: Path, tmp_path: Path, every: int) -> None:
     data = write_dataset(tmp_path / "data", text=VALIDATED)
