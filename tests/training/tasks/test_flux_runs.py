@@ -45,7 +45,7 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
     expected = {"step", "epoch", "loss", "loss_ema", "lr/lora", "grad_norm", "sigma_mean", "s_per_it", "data_wait_s"}
     assert expected | {"peak_mem_bytes", "samples_per_s"} <= steps[0].keys()
     validations = [line for line in metrics(out) if "val_loss" in line]
-    assert [line["step"] for line in validations] == [0, 2, 4]  # at the start, and with each save
+    assert [line["step"] for line in validations] == [0, 2, 3, 4]  # at the start, and with each save
     assert events.val_loss == validations[-1]["val_loss"]
     for name in (
         "lora.safetensors",
