@@ -86,7 +86,10 @@ def subsets_of(dataset: Path) -> list[Subset]:
     for subset in found:
         if subset.metadata_file:
             print(f"note: {subset.where}: its captions stand in {subset.metadata_file.name}, where none are written")
-    return [subset for subset in found if not subset.metadata_file]
+    with_files = [subset for subset in found if not subset.metadata_file]
+    if not with_files:
+        raise UserError(f"{dataset}: no subset has captions in text files; set image_dir in place of metadata_file")
+    return with_files
 
 
 def tasks_of(dataset: Path, replace: bool, written: Mapping[str, str]) -> list[Task]:

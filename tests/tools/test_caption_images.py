@@ -291,3 +291,12 @@ def test_a_name_on_the_hub_is_fetched_and_a_gated_one_told(model: Path, tmp_path
     assert done.returncode == 0, done.stderr
     expected = said(model, Image.open(tmp_path / "images/0.png"), most=256)
     assert (tmp_path / "images/0.txt").read_text() == expected
+
+
+def test_a_dataset_whose_captions_all_stand_in_metadata_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "photos" / "a.png")
+    (tmp_path / "list.jsonl").write_text('{"image_path": "photos/a.png", "caption": "x"}\n')
+    text = '[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = "photos"\nmetadata_file = "list.jsonl"\n'
+    (tmp_path / "lists.toml").write_text(text)
+    assert "no subset has captions in text files" in refusal(caption_images, tmp_path / "lists.toml", "--model", "none")
