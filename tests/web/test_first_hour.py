@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file
 
 from tests.tiny_captioner import WORDS, write_tiny_captioner
 from tests.web.page import ROOT, SIZES, Server, Tab, expect, serve, until
@@ -215,27 +216,29 @@ def keep_the_best(tab: FirstHour, run: Path) -> bytes:
     tab.look()
     saved = page.locator("#saved")
     chosen = Path(saved.get_by_label("Saved step").input_value())
-    kept = chosen.read_bytes()
+    learned = load_file(chosen)
     expect(saved.get_by_role("button", name="Delete")).to_have_count(0)  # none is kept yet
     saved.get_by_label("Name to keep it by").fill("my disc")
     saved.get_by_role("button", name="Keep this one").click()
-    expect(page.locator("#message")).to_contain_text(f"{chosen.name} is my disc.safetensors now")
+    expect(page.locator("#message")).to_contain_text("my disc.safetensors")
+    saved.get_by_label("the final one too").check()
     saved.get_by_role("button", name="Delete the other checkpoints").click()
     expect(saved).to_have_count(0)
-    assert [path.name for path in run.glob("*.safetensors")] == ["my disc.safetensors"]
+    (kept,) = run.glob("*.safetensors")
+    assert kept.name == "my disc.safetensors"
+    assert all(part.equal(learned[name]) for name, part in load_file(kept).items())
     page.reload()  # what was generated stays, although the files have other names
     expect(page.locator("button.shot").first).to_be_visible()
     tab.open("/trash")
     expect(page.locator("main")).to_contain_text(".safetensors")
     tab.look()
     tab.open(f"/run?path={run}")
-    return kept
+    return kept.read_bytes()
 
 
 def load_in_diffusers(file: Path) -> None:
     """Assert that diffusers reads a LoRA whole, and that it changes the model."""
     from diffusers import FluxPipeline
-    from safetensors.torch import load_file
 
     pipeline = FluxPipeline.from_pretrained(ROOT / "assets/tiny-flux")
     pipeline.load_lora_weights(file.parent, weight_name=file.name)
