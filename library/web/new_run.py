@@ -303,8 +303,12 @@ def _family_in(file: Path) -> str:
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the form over an empty text, or over ``?config=``: a TOML, or the folder of a run."""
     text, found, script, configs, notice, query = "", None, LORA, ready(site), "", request.query_params
+    taken = [Path(job.output) for job in site.jobs.all()]
     if dataset := query.get("dataset"):
-        text = edited("", "dataset_config", site.roots.show(site.roots.find(dataset)), LORA)
+        path = site.roots.find(dataset)
+        text = edited("", "dataset_config", site.roots.show(path), LORA)
+        folder = free_name(site.roots.outputs[0] / (path.parent.name if path.stem == "dataset" else path.stem), taken)
+        text = edited(text, "output_dir", site.roots.show(folder), LORA)
     if config := query.get("config"):
         found = site.roots.find(config)
         file = found if found.is_file() else site.roots.find(str(found / "config.toml"))
@@ -314,7 +318,6 @@ def show(site: Site, request: Request, form: Form) -> Response:
     pretrains = re.search(r"^[ \t]*(data_dir|preset|init_from)[ \t]*=", text, re.MULTILINE) is not None
     changes = dict[str, str]()
     if found and is_run(file.parent):  # a run's states are its own, as its folder and its files' name are
-        taken = [Path(job.output) for job in site.jobs.all()]
         changes = {"output_dir": site.roots.show(free_name(file.parent, taken)), "output_name": ""}
         changes |= {"resume": "", "overwrite": ""}
         if "on" in query:

@@ -108,10 +108,10 @@ def test_twenty_photos_become_a_lora(server: Server, browser: Any, tmp_path: Pat
     tab.look()
     with tab.page.expect_download() as download:
         tab.page.get_by_role("link", name="Download", exact=True).click()
-    assert download.value.suggested_filename == "my disc.safetensors"
-    download.value.save_as(tmp_path / "my disc.safetensors")
-    assert (tmp_path / "my disc.safetensors").read_bytes() == kept
-    load_in_diffusers(tmp_path / "my disc.safetensors")
+    assert download.value.suggested_filename == "best disc.safetensors"
+    download.value.save_as(tmp_path / "best disc.safetensors")
+    assert (tmp_path / "best disc.safetensors").read_bytes() == kept
+    load_in_diffusers(tmp_path / "best disc.safetensors")
     tab.close()
 
 
@@ -218,14 +218,14 @@ def keep_the_best(tab: FirstHour, run: Path) -> bytes:
     chosen = Path(saved.get_by_label("Saved step").input_value())
     learned = load_file(chosen)
     expect(saved.get_by_role("button", name="Delete")).to_have_count(0)  # none is kept yet
-    saved.get_by_label("Name to keep it by").fill("my disc")
+    saved.get_by_label("Name to keep it by").fill("best disc")
     saved.get_by_role("button", name="Keep this one").click()
-    expect(page.locator("#message")).to_contain_text("my disc.safetensors")
+    expect(page.locator("#message")).to_contain_text("best disc.safetensors")
     saved.get_by_label("the final one too").check()
     saved.get_by_role("button", name="Delete the other checkpoints").click()
     expect(saved).to_have_count(0)
     (kept,) = run.glob("*.safetensors")
-    assert kept.name == "my disc.safetensors"
+    assert kept.name == "best disc.safetensors"
     assert all(part.equal(learned[name]) for name, part in load_file(kept).items())
     page.reload()  # what was generated stays, although the files have other names
     expect(page.locator("button.shot").first).to_be_visible()
