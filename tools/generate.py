@@ -49,7 +49,6 @@ from library.llm.chat_templates import CHAT_TEMPLATES, PromptTemplate, TextTempl
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer
 from library.models.hub import find_model
-from library.training.report.run_folder import Checkpoint, checkpoints_of, settings_of
 from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts, usual_prompt
 from tools.command import (
     add_language_model,
@@ -154,6 +153,7 @@ answer_early(__name__, lambda: parser().parse_args())
 
 from library.llm.generation import SamplingSettings, generate_tokens, stream_tokens
 from library.models.llm.model import TransformerLM
+from library.training.report.run_folder import Checkpoint, checkpoints_of, settings_of
 
 
 def image(options: argparse.Namespace) -> list[Path]:

@@ -23,8 +23,8 @@ from library.errors import UserError
 from library.files import write_text
 from library.folder_lock import HOLDER, is_held
 from library.training.report.metrics_file import MetricsReader, Run, Series, charts_of
+from library.training.report.progress import PREPARING
 from library.training.report.run_folder import (
-    PREPARING,
     checkpoints_of,
     chosen_of,
     defaults_of,

@@ -68,7 +68,7 @@ def test_ctrl_c_is_answered_before_what_runs_is_waited_for() -> None:
         "    try: os.kill(os.getpid(), signal.SIGINT); time.sleep(9)\n"
         "    finally: print('threads end', file=sys.stderr)\n"
         "tool.cache_dataset = work\n"
-        "sys.argv = ['x', '--pretrained_model_name_or_path', 'm', '--dataset_config', 'd']\n"
+        "sys.argv = ['x', '--pretrained_model_name_or_path', 'assets/tiny-flux', '--dataset_config', 'd']\n"
         "tool.main()\n"
     )
     done = run_code(code, [], ROOT)

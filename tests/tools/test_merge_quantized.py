@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
-from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ import tools.merge_lora as merge_lora
 import tools.quantize_model as quantize_model
 from library.checksums import weights_fingerprint
 from library.config.schema import ModelConfig
+from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.models.flux.files import FLUX_TARGETS

@@ -45,7 +45,7 @@ def test_auto_compiles_where_it_pays_and_may_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiling, "has_triton", lambda: True)
-    config = load_config(arguments(tmp_path, tmp_path / "data.toml", tmp_path / "out", **settings))
+    config = load_config(arguments(tmp_path, tmp_path / "data.toml", tmp_path / "out", model_type="flux", **settings))
     found, line = plan_compilation(config, device, steps)
     assert found is compiles
     assert words in line

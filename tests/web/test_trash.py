@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
 from starlette.datastructures import FormData
 
 from library.errors import UserError

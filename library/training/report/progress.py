@@ -43,8 +43,8 @@ from library.checksums import read_checked_json, write_checked_json
 from library.console import Console
 from library.errors import UserError
 from library.files import write_text
-from library.training.report.run_folder import PREPARING
 
+PREPARING = ".preparing.json"  # in a run's folder, before its first step
 LOADING, SAMPLING, FIRST_STEP = "loading the model", "sampling", "the first step"
 _QUIET_SECONDS, _WORTH_TELLING = 10.0, 5.0
 _RECENT_SECONDS, _RECENT_STEPS, _PAUSE_SECONDS = 180.0, 10, 1.0  # by which the time that is left is told

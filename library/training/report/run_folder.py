@@ -20,12 +20,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-from PIL import Image
-
 from library.config.model_types import LANGUAGE_MODELS
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.files import parse_toml
 from library.training.report.metrics_file import parse_line
+from library.training.report.progress import PREPARING
 
 Read = TypeVar("Read")
 _END_BYTES = (2**12, 2**17)  # of metrics: about 8 lines; of a hundred processes a line is longer
@@ -34,7 +33,6 @@ _DEPTH = 4  # folders below an output folder in which runs are looked for
 NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
 _RUN_HEADING = re.compile(r"# Tandem .*: the settings of this run")
 _SAMPLE = re.compile(r"step(\d{6,})_(\d{2,})\.png")
-PREPARING = ".preparing.json"  # in a run's folder, before its first step
 CHOSEN = "chosen.json"  # in a run's folder: which file was kept as its best
 KEPT = "tandem.kept"  # in the metadata of a kept file: the name of the checkpoint that it is a copy of
 _STATE = re.compile(r"step(\d+)-state")
@@ -146,6 +144,8 @@ def samples_of(folder: Path) -> list[tuple[str, str, dict[int, Path]]]:
 
 @cached_by_mtime
 def _prompt(path: Path) -> str:
+    from PIL import Image  # tools that only look at a run's files start without it
+
     with Image.open(path, formats=["PNG"]) as image:
         return str(image.info.get("prompt", "")).partition(" --")[0]
 

@@ -121,6 +121,7 @@ def test_the_best_lora_is_kept_and_a_run_without_gain_stops(base: Path, tmp_path
 
 
 def test_a_copy_that_was_kept_is_in_no_runs_way_and_is_never_replaced(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("starlette", reason="the page's packages are not installed")
     from library.web.trash import copy_as
 
     data, out = write_dataset(tmp_path / "data", text=VALIDATED), tmp_path / "out"

@@ -22,7 +22,9 @@ MIB = 2**20
 
 def config_of(folder: Path, **settings: object) -> TrainConfig:
     return load_config(
-        arguments(folder, folder / "data.toml", folder / "out", **{"mixed_precision": "auto"} | settings)
+        arguments(
+            folder, folder / "data.toml", folder / "out", **{"model_type": "flux", "mixed_precision": "auto"} | settings
+        )
     )
 
 

@@ -95,8 +95,13 @@ def test_a_run_leaves_no_token_behind(tmp_path: Path, capfd: pytest.CaptureFixtu
 @pytest.mark.parametrize("key", ["huggingface_token", "wandb_api_key"])
 def test_a_token_in_a_configuration_is_passed_over_without_being_repeated(key: str, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
-    config.write_text(f'pretrained_model_name_or_path = "m"\ndataset_config = "d"\n{key} = "{TOKEN}"\n')
-    for argv in (["--config_file", str(config)], [*arguments(tmp_path, tmp_path, tmp_path), f"--{key}", TOKEN]):
+    config.write_text(
+        f'pretrained_model_name_or_path = "m"\nmodel_type = "flux"\ndataset_config = "d"\n{key} = "{TOKEN}"\n'
+    )
+    for argv in (
+        ["--config_file", str(config)],
+        [*arguments(tmp_path, tmp_path, tmp_path, model_type="flux"), f"--{key}", TOKEN],
+    ):
         notes: list[Note] = []
         loaded = load_config(argv, notes)
         (said,) = [line for line in summary(notes) if key in line]
