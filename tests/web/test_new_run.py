@@ -385,7 +385,7 @@ def test_a_copy_of_a_runs_settings_neither_replaces_nor_resumes_it_and_has_its_p
 
 @in_browser
 def test_prompts_stand_in_the_configuration_and_a_files_own_do_not(server: Server) -> None:
-    (server.folder / "data/prompts.txt").write_text("a zorbo\n")
+    (server.folder / "data/prompts.txt").write_text("a zorbo --w 64 --h 64 --s 1\n")
     of_file = demo("output/prompted", sample_prompts="data/prompts.txt")
     assert 'sample_prompts = "data/prompts.txt"' in of_file
     lines = "a blue hat --w 64 --h 64 --s 1\na cat --w 64 --h 64 --s 1"
