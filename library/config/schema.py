@@ -73,7 +73,14 @@ _NAME_GROWS = 72  # bytes: "-step00000000-state", and what a file is called whil
 _CHECKPOINTED = OnlyWith(gradient_checkpointing=True)
 SAMPLED = OnlyWith(sample_prompts=True)
 _QUANTISED = OnlyWith(any_of=True, fp8_base=True, fp8_scaled=True)
-_VALIDATED = OnlyWith(any_of=True, validate_every_n_steps=True, validate_every_n_epochs=True)
+# validation runs with each save unless it is said when
+_VALIDATED = OnlyWith(
+    any_of=True,
+    validate_every_n_steps=True,
+    validate_every_n_epochs=True,
+    save_every_n_steps=True,
+    save_every_n_epochs=True,
+)
 _UPLOADED = OnlyWith(huggingface_repo_id=True)
 _PRESERVED = OnlyWith(preserve=("prior",))
 _RANDOM_CAPTIONS = EffectOnly(where=("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard"))
@@ -271,7 +278,7 @@ class PreservationConfig(Section):
     preserve_prompts: Annotated[str | None, _PRESERVED] = Field(
         None,
         description="prompts, general (those that come with Tandem) or a file like sample_prompts, of which the base "
-        "paints regularisation images, once: they are kept in cache_directory",
+        "generates regularisation images, once: they are kept in cache_directory",
     )
     preserve_outside_mask: Annotated[bool, _PRESERVED, OnlyWith(masked_loss=True)] = Field(
         False, description="outside of a mask the frozen model's answer is the target"
@@ -279,7 +286,7 @@ class PreservationConfig(Section):
     general_prompts: str = Field(
         "auto",
         description="prompts (general, a file or none) that are not trained on: with them validations measure what the "
-        "LoRA changes elsewhere, and they are painted at the end; auto: general with preserve, else none",
+        "LoRA changes elsewhere, and their images are generated at the end; auto: general with preserve, else none",
     )
 
 

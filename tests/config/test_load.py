@@ -217,7 +217,10 @@ def test_options_that_have_no_effect_or_contradict_each_other_are_refused_in_one
         ("--fp8_scaled --quantised_compute quantised", "fp8_granularity: block scales cannot be multiplied in fp8, as"),
         ("--fp8_base --fp8_format e5m2 --quantised_compute quantised", "fp8_format: e5m2 weights cannot be multiplied"),
         ("--save_last_n_steps 5", "save_last_n_steps: has no effect without save_every_n_steps"),
-        ("--save_best", "save_best: has no effect without validate_every_n_steps"),
+        (
+            "--save_best",
+            "save_best: has no effect without validate_every_n_steps or validate_every_n_epochs or save_every",
+        ),
         ("--ema_decay 0.9 --optimizer_type AdamWScheduleFree", "averages its weights already"),
         ("--huggingface_repo_id a/b --save_state_to_huggingface", "no state is saved"),
     ):

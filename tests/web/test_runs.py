@@ -283,9 +283,12 @@ def test_what_a_run_does_before_its_first_step_is_shown_live(server: Server, tab
         preparation.folder = folder
         advance = preparation.begin("checking images", 40)
         advance(40)
-        words = {"painting general prompts": "24 pictures of 512 x 512", "encoding images": "64 new, 0 cached"}
+        words = {
+            "generating images of general prompts": "24 images of 512 x 512",
+            "encoding images": "64 new, 0 cached",
+        }
         preparation.plan({**words, "the first step": "as all others"}, Console(quiet=True))
-        advance = preparation.begin("painting general prompts", 24)
+        advance = preparation.begin("generating images of general prompts", 24)
         tab.open("/run?path=output/begins")
         steps = tab.page.get_by_role("list", name="Before the first step").get_by_role("listitem")
         expect(steps).to_have_count(4)
@@ -300,7 +303,9 @@ def test_what_a_run_does_before_its_first_step_is_shown_live(server: Server, tab
         expect(steps.nth(1).get_by_role("progressbar")).to_have_attribute("value", "3")
         tab.fits()
         tab.open("/")
-        expect(tab.page.locator(".run", has_text="begins")).to_contain_text("painting general prompts: 3 of 24, about")
+        expect(tab.page.locator(".run", has_text="begins")).to_contain_text(
+            "generating images of general prompts: 3 of 24, about"
+        )
         tab.open("/run?path=output/begins")
         write_metrics(folder, 1)
         preparation.end()

@@ -54,7 +54,7 @@ from networks.merging.merge import BaseWeights
 
 Encoders = tuple[ImageEncoder, TextEncoder]
 GENERAL = Path(__file__).with_name("general_prompts.toml")
-PAINTING = "painting general prompts"
+PAINTING = "generating images of general prompts"
 _VERSION = 2  # of how pictures are made; counted up where the same prompt gives another picture
 _LEAST_SIDE = 512  # of a square as large as a picture, which every family has been trained on
 _ROOM = 4 * GIB  # beside the weights, for a picture's activations and the autoencoder
@@ -172,7 +172,7 @@ def paint(
             "preserve_prompts, general_prompts: their pictures are painted by one process, and the model is split; "
             "paint them in one process first: tools/cache_dataset.py --tp 1 --pp 1 --shard 1 with this configuration"
         )
-    with agreed("painting general prompts"):
+    with agreed("generating images of general prompts"):
         if todo := missing_of(sets, accelerator.process_index, accelerator.num_processes):
             loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
             loader.changes = base_weights.changes(family.targets)
@@ -201,10 +201,10 @@ def pictures_of(sets: Mapping[str, PaintedSet], but: Container[Path] = ()) -> Pa
 
 
 def describe(prompts: Sequence[SamplePrompt]) -> str:
-    """Return how many pictures, of what size and in how many passes: "24 pictures of 512 x 512, 480 passes"."""
+    """Return how many images, of what size and in how many passes: "24 images of 512 x 512, 480 passes"."""
     sizes = dict.fromkeys(f"{prompt.width} x {prompt.height}" for prompt in prompts)
     named = names_in_short([*sizes], 2)
-    return f"{counted(len(prompts), 'picture')} of {named}, {passes_of(prompts):,} passes of the model"
+    return f"{counted(len(prompts), 'image')} of {named}, {passes_of(prompts):,} passes of the model"
 
 
 def passes_of(prompts: Iterable[SamplePrompt]) -> int:

@@ -75,6 +75,7 @@ class ChatLora(LoraTask):
     """
 
     metric: ClassVar[str] = "loss_tokens"
+    to_hold_out: ClassVar[str] = "set validation_data or validation_split"
 
     plan: LoraPlan[ChatTrainConfig]
     transformer: TransformerLM

@@ -78,6 +78,7 @@ class Pretraining(Task):
 
     verifies: ClassVar[bool] = False
     trained: ClassVar[str] = "model"
+    to_hold_out: ClassVar[str] = "prepare the corpus with a larger --validation_share"
     epoch_unit: ClassVar[str] = "windows"
     from_val_loss: ClassVar = {"perplexity": perplexity}
 

@@ -89,6 +89,7 @@ class Task(ABC):
     verifies: ClassVar[bool] = True  # what was saved last
     suffix: ClassVar[str] = ""  # of what is saved, a folder without one
     trained: ClassVar[str] = "LoRA"  # what is, in words
+    to_hold_out: ClassVar[str] = "set validation_split"
 
     plan: Plan[Any]
     transformer: nn.Module

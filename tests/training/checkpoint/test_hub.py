@@ -172,7 +172,13 @@ def test_ctrl_c_ends_the_waiting_and_names_the_rest(
     monkeypatch.setattr(upload._api, "upload_file", lambda **_: threading.Event().wait(60))
     (tmp_path / "lora").write_bytes(b"lora")
     upload.push(tmp_path / "lora")
-    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+
+    def press_ctrl_c() -> None:
+        while "Ctrl-C ends the waiting" not in console.export_text(clear=False):  # earlier, it would end the test
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=press_ctrl_c, daemon=True).start()
     assert upload.finish() == [tmp_path / "lora"]
     assert "upload what is missing with hf upload" in console.export_text()
 

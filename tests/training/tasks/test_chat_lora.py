@@ -190,6 +190,13 @@ def test_a_resumed_run_gives_the_same_adapter(place: Path, tmp_path: Path, setti
         run(place, tmp_path / "third", resume=tmp_path / "first/lora-step00000003-state", train_on="all", **settings)
 
 
+def test_the_best_is_not_looked_for_where_nothing_is_held_out(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match="save_best: nothing is held out .*; set validation_data or validation_split, or"
+    ):
+        run(place, tmp_path, save_every_n_steps=1, save_best=True)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -119,7 +119,7 @@ def test_all_damaged_images_are_named_before_anything_is_painted_or_encoded(
     assert sorted(Path(line.partition(": ")[0]).name for line in said) == sorted(names)
     assert all("replace or remove it" in line for line in said)
     assert not list(files["cache_directory"].rglob("*.safetensors")) + painted(files["cache_directory"])
-    assert "painting general prompts" not in capsys.readouterr().out
+    assert "generating images of general prompts" not in capsys.readouterr().out
 
 
 def test_an_image_that_was_decoded_once_is_not_decoded_at_the_next_start(
@@ -141,7 +141,10 @@ def said_and_done(out: str, cache: Path) -> tuple[dict[str, int], dict[str, int]
     said = {name: int(number) for name, number in re.findall(r"^  ([a-z ]+): (\d+) ", listed, re.M)}
     for name, number in re.findall(r"^([a-z ]+): (\d+) of \2$", out, re.M):
         counted_to[name] = int(number)
-    there = {"painting general prompts": len(painted(cache)), "encoding images": len([*cache.glob("latents/*")])}
+    there = {
+        "generating images of general prompts": len(painted(cache)),
+        "encoding images": len([*cache.glob("latents/*")]),
+    }
     return said, counted_to, there | {"encoding captions": len([*cache.glob("text/*")])}
 
 
@@ -154,7 +157,7 @@ def test_the_list_of_what_is_done_before_the_first_step_is_what_is_done_then(
     said, done, there = said_and_done(out := capsys.readouterr().out, cache)
     assert {**said, "sampling": 0} == {**there, "sampling": 0}
     assert all(done[name] == number for name, number in there.items())
-    assert there["painting general prompts"] == 4
+    assert there["generating images of general prompts"] == 4
     assert out.index("checking images: 8 of 8") < out.index("before the first step:") < out.index("prompts: 0 of 4")
     assert "preserve: 20% of the samples" in out
     painted(cache)[0].unlink()
@@ -162,12 +165,12 @@ def test_the_list_of_what_is_done_before_the_first_step_is_what_is_done_then(
     run(base, dataset, tmp_path / "two", **files)
     said, done, again = said_and_done(capsys.readouterr().out, cache)
     assert again == there
-    assert said["painting general prompts"] == done["painting general prompts"] == 1
+    assert said["generating images of general prompts"] == done["painting general prompts"] == 1
     run(base, dataset, tmp_path / "three", **files)
     said, done, again = said_and_done(out := capsys.readouterr().out, cache)
     assert (said["encoding images"], said["encoding captions"], again) == (0, 0, there)
     assert "encoding" not in "".join(done)
-    assert "painting general prompts" not in out
+    assert "generating images of general prompts" not in out
     assert not [*tmp_path.rglob(".preparing.json")]
 
 
@@ -179,7 +182,7 @@ def test_an_empty_caption_is_found_before_anything_is_painted(
     with pytest.raises(UserError, match=image.stem):
         run(base, files.pop("dataset_config"), tmp_path / "out", **files)
     assert painted(tmp_path / "cache") == []
-    assert "painting general prompts" not in capsys.readouterr().out
+    assert "generating images of general prompts" not in capsys.readouterr().out
 
 
 def test_small_shared_memory_is_told_and_nobody_waits_in_it(
