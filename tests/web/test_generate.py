@@ -385,7 +385,7 @@ def test_the_verdict_is_the_reports(tab: Tab, server: Server, size: str, report:
     expect(tab.page.locator(".remedies > li")).to_have_count(len(found["remedies"]))
     tab.fits()
     with tab.context.expect_page() as opened:
-        tab.page.get_by_role("link", name="In a window of its own").click()
+        tab.page.get_by_role("link", name="Open in a new tab").click()
     expect(opened.value.locator("h1")).to_have_text(found["title"])
 
 

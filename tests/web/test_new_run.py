@@ -345,9 +345,10 @@ def text_shown(server: Server, config: str) -> str:
 
 
 def demo(output: str, **changes: str) -> str:
-    """Return a run of two steps on the tiny model."""
+    """Return a run of two steps on the tiny model; its files have its folder's name, as no two runs' may be the same."""
     text = (ROOT / "configs/demo.toml").read_text()
-    quick = {"output_dir": output, "max_train_steps": "2", "preserve": "none", "overwrite": "false"}
+    quick = {"output_dir": output, "output_name": Path(output).name, "max_train_steps": "2", "preserve": "none"}
+    quick["overwrite"] = "false"
     unset = ("preserve_prompts", "preserve_share", "general_prompts", "prior_loss_weight", "lr_warmup_steps",
              "sample_prompts", "sample_at_first", "validate_every_n_steps")  # fmt: skip
     quick |= dict.fromkeys(unset, "")
@@ -366,7 +367,7 @@ def test_a_folder_that_holds_a_run_is_not_taken_twice(server: Server) -> None:
     assert "output/held-3" in text
     found = json.loads(post(server, "/new/edit", text=demo("output/held"), training="images", touched="1")[1])
     changes = [problem["changes"] for problem in found["problems"] if problem["key"] == "output_dir"]
-    assert changes == [{"output_dir": "output/held-3", "output_name": "demo-3"}]
+    assert changes == [{"output_dir": "output/held-3", "output_name": "held-3"}]
 
 
 @in_browser
@@ -390,7 +391,7 @@ def test_prompts_stand_in_the_configuration_and_a_files_own_do_not(server: Serve
     assert 'sample_prompts = "data/prompts.txt"' in of_file
     lines = "a blue hat --w 64 --h 64 --s 1\na cat --w 64 --h 64 --s 1"
     changes = json.dumps({"sample_prompts": lines.replace("\n", "\r\n"), "sample_every_n_steps": "1"})
-    form = {"text": demo("output/typed", output_name="typed"), "training": "images", "touched": "1", "changes": changes}
+    form = {"text": demo("output/typed"), "training": "images", "touched": "1", "changes": changes}
     found = json.loads(post(server, "/new/edit", **form)[1])
     assert (found["problems"], found["values"]["sample_prompts"]) == ([], lines)
     assert post(server, "/new/start", text=of_file)[0] == 204
