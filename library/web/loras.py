@@ -77,7 +77,7 @@ def kind_of(path: Path) -> str:
     with open(path, "rb") as file:
         if file.read(4) == b"GGUF":
             return "language_model" if has_language_model(path) else "model"
-    if not (head := header_of(path)):
+    if (head := header_of(path)) is None:
         raise ValueError(f"{path}: cannot be read")
     if not any(_LORA.search(name) for name in head):
         return "model"

@@ -47,7 +47,7 @@ def texts_of(folder: Path) -> dict[str, str]:
 def test_captions_are_previewed_written_and_undone(server: Server, tab: Any) -> None:
     folder, page = server.folder / "datasets/cats", tab.page
     tab.open(f"/data?{urllib.parse.urlencode({'dataset': folder / 'dataset.toml'})}")
-    page.get_by_role("link", name="Write captions").click()
+    page.get_by_role("link", name="Write captions", exact=True).click()
     form = page.locator("#captioner")
     expect(form.locator("[name=model]")).to_have_value("models/tiny")
     expect(form.locator("[name=prefix]")).to_have_value("ohwx")
