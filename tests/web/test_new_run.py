@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any, cast, get_origin
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode, urlsplit
 from urllib.request import urlopen
 
 import pytest
@@ -345,7 +345,7 @@ def text_shown(server: Server, config: str) -> str:
 
 
 def demo(output: str, **changes: str) -> str:
-    """Return a run of two steps on the tiny model; its files have its folder's name, as no two runs' may be the same."""
+    """Return a run of two steps on the tiny model; its files have its folder's name, as no two runs' may be one."""
     text = (ROOT / "configs/demo.toml").read_text()
     quick = {"output_dir": output, "output_name": Path(output).name, "max_train_steps": "2", "preserve": "none"}
     quick["overwrite"] = "false"
@@ -527,7 +527,8 @@ def test_a_first_lora_is_a_model_a_dataset_and_start(tab: Tab, server: Server, s
     tab.fits()
     page.locator("#start").click()
     page.wait_for_url(re.compile(r"/run\?path="))
-    output = server.output / ("krea_2_raw" if size == "wide" else "krea_2_raw-2")
+    (output,) = parse_qs(urlsplit(page.url).query)["path"]
+    assert re.fullmatch(r"krea_2_raw(-2)?", Path(output).name)
     job = until(lambda: (one := _job_of(server, output)) and one.is_over and one)
     assert "krea/Krea-2-Raw" in job.error
     assert "Traceback" not in job.log
