@@ -636,8 +636,9 @@ class SamplingConfig(Section):
     sample_prompts: str | list[str] | None = Field(
         None,
         description="prompts in a list, or a file of them: text, TOML or JSON, as kohya's. After a prompt may stand "
-        "--w and --h (size), --d (seed), --s (steps), --g (guidance), --n (negative prompt, with --l, its strength), "
-        "--ci and --mi (image and mask of a model that takes one)",
+        "--w and --h (size; else the model's own, but no larger than the dataset's), --d (seed), --s (steps), "
+        "--g (guidance), --n (negative prompt, with --l, its strength), --ci and --mi (image and mask of a model that "
+        "takes one)",
     )
     sample_model: Annotated[str | None, SAMPLED, IMAGES] = Field(
         None,

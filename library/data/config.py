@@ -22,6 +22,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -241,6 +242,11 @@ class DatasetConfig:
     arguments: DatasetArguments
     conditioning: ConditionKind = "none"
     overridden: tuple[str, ...] = ()
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """The resolution with the most pixels, as (width, height)."""
+        return max((dataset.resolution for dataset in self.datasets), key=prod)
 
     @property
     def inpaint_blanks(self) -> tuple[Blank, ...]:

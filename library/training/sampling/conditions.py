@@ -7,7 +7,8 @@ height, and its region is blanked as the dataset's are; an edit model's referenc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -102,14 +103,20 @@ def read_run_prompts(
     seed: int,
     family: Family,
     pixel_multiple: int,
+    largest: tuple[int, int],
     say: Callable[[str], None],
 ) -> list[SamplePrompt]:
     """Read a run's sample prompts and check that they suit the model; remarks go to ``say``.
+
+    Where a prompt names no size, its sample has the family's, but no more pixels than ``largest``, the width and height
+    of the largest images that are trained on.
 
     Raises:
         UserError: the file cannot be read, or a prompt asks for what the model does not take.
     """
     usual = usual_prompt(family)
+    if prod(largest) < usual.width * usual.height:
+        usual = replace(usual, width=largest[0], height=largest[1])
     prompts = read_prompts(source, seed, pixel_multiple, usual)
     remarks = check_steering(prompts, family.guidance_input, usual.guidance)
     for remark in [*remarks, *check_prompt_images(prompts, family.conditioning, family.most_references)]:

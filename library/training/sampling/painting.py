@@ -111,7 +111,7 @@ def painted_sets(
         )
     pixel_multiple = encoders[0].pixel_multiple
     usual = replace(samples[0], prompt="") if samples else usual_prompt(family)
-    width, height = painted_size([each.resolution for each in dataset.datasets], pixel_multiple)
+    width, height = painted_size([dataset.largest], pixel_multiple)
     usual = replace(usual, width=width, height=height, control_images=(), mask_image=None)
     first = dataset.datasets[0]
     cache = Path(config.dataset.cache_directory or cache_folder(first, first.subsets[0])).expanduser()

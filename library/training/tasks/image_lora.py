@@ -142,6 +142,7 @@ class ImageLora(LoraTask):
             config.training.seed,
             self.shown,
             self.image_encoder.pixel_multiple,
+            self.plan.dataset.largest,
             self.console.print,
         )
         if config.parallel.tp > 1:

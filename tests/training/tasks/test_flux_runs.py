@@ -36,7 +36,7 @@ SAME_IN_FP32 = 2e-4
 def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path / "data", text="batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1")
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a disc --w 64 --h 64 --s 2\nno disc --w 96 --h 64 --s 2 --l 2 --n disc\n")
+    prompts.write_text("a disc --s 2\nno disc --w 96 --h 64 --s 2 --l 2 --n disc\n")
     out = tmp_path / "out"
     sampling = {"sample_prompts": prompts, "sample_at_first": True, "sample_every_n_steps": 2}
     events = run(base, dataset, out, curves=True, **sampling, save_every_n_steps=2, save_every_n_epochs=1)
@@ -55,8 +55,9 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
         "lr.svg",
     ):
         assert (out / name).stat().st_size > 0, name
-    with Image.open(out / "samples" / "step000004_01.png") as image:
-        assert image.size == (96, 64)
+    for number, size in enumerate([(64, 64), (96, 64)]):  # the dataset's where the prompt names none
+        with Image.open(out / "samples" / f"step000004_{number:02}.png") as image:
+            assert image.size == size
     assert (out / "samples" / "before_after.png").exists()
     with Image.open(out / "samples" / "over_time.png") as sheet:
         assert sheet.width > 3 * 96  # a column for each of steps 0, 2 and 4

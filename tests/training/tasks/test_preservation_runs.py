@@ -165,7 +165,7 @@ def test_the_list_of_what_is_done_before_the_first_step_is_what_is_done_then(
     run(base, dataset, tmp_path / "two", **files)
     said, done, again = said_and_done(capsys.readouterr().out, cache)
     assert again == there
-    assert said["generating images of general prompts"] == done["painting general prompts"] == 1
+    assert said["generating images of general prompts"] == done["generating images of general prompts"] == 1
     run(base, dataset, tmp_path / "three", **files)
     said, done, again = said_and_done(out := capsys.readouterr().out, cache)
     assert (said["encoding images"], said["encoding captions"], again) == (0, 0, there)
@@ -235,7 +235,7 @@ def test_images_are_painted_once_and_what_is_missing_again_bit_by_bit(
     assert all(
         Image.open(path).info["prompt"].startswith(path.with_suffix(".txt").read_text().strip()) for path in images
     )
-    assert "painting" in capsys.readouterr().out
+    assert "generating" in capsys.readouterr().out
     captions = {path: path.with_suffix(".txt").read_text() for path in images}
     for name, damage in DAMAGES.items():
         kept = {path: path.stat().st_mtime_ns for path in images if path != images[1]}
@@ -247,7 +247,7 @@ def test_images_are_painted_once_and_what_is_missing_again_bit_by_bit(
         assert largest_difference(lora(tmp_path / "one"), lora(tmp_path / name)) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert (f"not as they were made, and made again: {images[1].stem}." in said) is (name != "gone")
-        assert ("painting" in said) is (not name.startswith("caption"))
+        assert ("generating" in said) is (not name.startswith("caption"))
 
 
 def put(path: Path, make: Callable[[Path], object]) -> None:
