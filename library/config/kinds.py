@@ -187,7 +187,7 @@ def _arguments(path: Path) -> dict[str, Any]:
         return {}
     return {
         "_class_name": MODEL_TYPES[row.model_type].transformer,
-        "in_channels": facts["width"][-1] if "width" in facts else 0,
+        "in_channels": (facts.get("width") or [0])[-1],
         "guidance_embeds": "guidance" in facts,
         "flow_map": "distilled" in facts,
         "zero_cond_t": "Edit-2511" in facts,
@@ -196,12 +196,13 @@ def _arguments(path: Path) -> dict[str, Any]:
 
 def _shapes(path: Path) -> dict[str, list[int]]:
     """Return tensor -> shape of a safetensors or GGUF file; what cannot be read is said by who reads it."""
-    with suppress(OSError, ValueError, KeyError, AttributeError), path.open("rb") as file:
+    damaged = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+    with suppress(OSError, *damaged), path.open("rb") as file:
         if file.read(len(MAGIC)) == MAGIC:
             header = read_gguf_header(path, file, may_be_cut=True)[0]
         else:
             file.seek(0)
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size)) if size <= _MOST_HEADER else {}
-        return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+        return {name: [*entry["shape"]] for name, entry in header.items() if name != "__metadata__"}
     return {}

@@ -26,18 +26,17 @@ from library.data.new_dataset import IMAGE_SUFFIXES, add_file, find_bad_start, r
 from library.errors import UserError, counted
 from library.files import parse_toml, read_toml
 from library.models.captioner import CAPTIONERS, PROMPT
-from library.training.report.run_folder import text_of
+from library.training.report.run_folder import settings_of
 from library.web.access import Refused
 from library.web.jobs import Job
 from library.web.loras import weights_in
 from library.web.run import fragment
 from library.web.site import Form, Given, Routes, Site, goto, tell_changed, url
-from library.web.trash import move, restore, trash
+from library.web.trash import bring_back_into, move, restore, trash
 
 _MOST_CARDS = 60  # that come together
 _MOST_FOLDERS, _MOST_LEVELS = 3000, 5  # that are looked through for datasets
 _OUTSIDE = "it lies outside of the folders that this page was given"
-_DATASET = re.compile(r"""^\s*dataset_config\s*=\s*["'](.+)["']""", re.MULTILINE)  # of a configuration
 _REFRESH = {"hx-refresh": "true"}
 _FOR_EVER = {"cache-control": "private, max-age=31536000, immutable"}  # its address names the look
 
@@ -143,11 +142,11 @@ def refuse_outside(site: Site, path: Path, *tables: Mapping[str, Any]) -> None:
 
 
 def _refuse_in_use(site: Site, path: Path) -> None:
-    """Raise a UserError if a run that goes on or waits trains on a dataset."""
-    for job in (job for job in site.jobs.all() if not job.is_over and job.kind == "train"):
-        named = _DATASET.search(text_of(job.folder / "config.toml") or "")
-        if named and Path(named[1]).resolve() == path:
-            raise UserError(f"{site.roots.show(path)}: the run {job.title} trains on it, or waits to; stop it first")
+    """Raise a UserError if a run or a captioner that goes on or waits reads a dataset."""
+    for job in site.jobs.queue():
+        named = job.words[1] if job.kind == "captions" else str(settings_of(job.folder).get("dataset_config", ""))
+        if named and Path(job.cwd, Path(named).expanduser()).resolve() == path:
+            raise UserError(f"{site.roots.show(path)}: is used by {job.title}, which runs or waits; stop it first")
 
 
 def _belongings(site: Site, path: Path) -> Path:
@@ -170,9 +169,11 @@ def change_dataset(site: Site, request: Request, form: Form) -> Response:
     if bad := find_bad_start(name):
         raise UserError(f"Name {name!r}: {bad}")
     new = site.roots.find(str(place.with_name(name if place != path else f"{name.removesuffix('.toml')}.toml")))
-    if os.path.lexists(new):
-        raise UserError(f"{site.roots.show(new)}: is there already; choose another name")
-    move(place, new)
+    with site.jobs.alone():
+        if os.path.lexists(new):
+            raise UserError(f"{site.roots.show(new)}: is there already; choose another name")
+        move(place, new)
+        bring_back_into(site, place, new)
     return goto(url("/data", dataset=new / path.name if place != path else new))
 
 
@@ -180,12 +181,13 @@ def delete_images(site: Site, request: Request, form: Form) -> Response:
     """Move images into the trash, with those captions, masks and control images that no other image has."""
     found, path = _found(site, str(form["look"])), _toml(site, str(form["dataset"]))[0]
     _refuse_in_use(site, path)
-    numbers = str(form["rows"]).split(",") if form.get("rows") else map(str, _matching(site, found, form))
-    gone = {image["path"]: image for image in (_image(found, number) for number in numbers)}
+    gone = {image["path"]: image for image in (_image(found, number) for number in str(form["rows"]).split(","))}
     for image in gone.values():
         if image["outside"] or image["why"].startswith("it stands in"):
             raise UserError(f"{image['name']}: is not deleted here: {image['why']}")
     files = _files_of(gone.values()) - _files_of(one for one in found["images"] if one["path"] not in gone)
+    if not files:
+        raise UserError("these images were deleted already; reload the screen")
     kept_as = trash(site, *map(Path, sorted(files))).folder.name
     _journal(site, path).write(f"deletion of {counted(len(gone), 'image')}", [], trashed=kept_as)
     return look_over(site, path)
@@ -310,7 +312,7 @@ def grid(site: Site, request: Request, form: Form) -> Response:
     buckets = {bucket: list(inside) for bucket, inside in groupby(shown, lambda n: found["images"][n]["bucket"])}
     there = [found["images"][number] for number in _matching(site, found, {})]
     without = sum(not os.path.lexists(image["caption_file"] or image["path"]) for image in there)
-    values = {"shown": len(shown), "there": len(there), "without": without, "counted": counted, "most": _MOST_CARDS}
+    values = {"shown": shown, "there": len(there), "without": without, "counted": counted, "most": _MOST_CARDS}
     return site.part("data.html", "grid", look=look, found=found, buckets=buckets, **values)
 
 

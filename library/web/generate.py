@@ -96,7 +96,8 @@ def start(site: Site, request: Request, form: Form) -> Response:
 def _result(site: Site, job: Job) -> dict[str, Any]:
     """Return a job's pictures as the template takes them, the time that is left, and the run's saved steps."""
     asked, record, rows = job.read("asked.json"), job.read("grid.json"), dict[str, list[tuple[str, str | None]]]()
-    steps, number, done, new = record.get("steps", ()), asked["number"], 0, 0
+    number = sum(map(len, record["images"])) if record else asked["number"]
+    steps, done, new = record.get("steps", ()), 0, 0
     for column, (prompt, strength) in enumerate(record.get("columns", ())):
         for (_, about), files in zip(steps, record["images"], strict=True):
             path, at = Path(files[column]), f"strength {strength:g}"

@@ -218,7 +218,8 @@ class Jobs:
         """Have the jobs that name a path, or one below it, name another one instead."""
 
         def renamed(word: str) -> str:
-            return f"{new}{word[len(str(old)) :]}" if f"{word}/".startswith(f"{old}/") else word
+            path = Path(word)
+            return str(new / path.relative_to(old)) if path.is_relative_to(old) else word
 
         for job in self.all():
             record = job.read("job.json")

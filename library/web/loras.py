@@ -18,6 +18,7 @@ from starlette.responses import Response
 from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODEL_KINDS, MODEL_FILE_KEYS
 from library.errors import UserError
 from library.gguf_header import has_language_model
+from library.model_folders import INDEXES
 from library.training.report.run_folder import cached_by_mtime, checkpoints_of, header_of, mtime, object_in, settings_of
 from library.web.run import fragment
 from library.web.site import Site
@@ -56,7 +57,7 @@ def weights_in(site: Site) -> dict[str, list[str]]:
 
 def _kind_of_folder(folder: Path, files: Sequence[str]) -> str:
     """Return what a whole folder is, by the files that tell; "" if it is none."""
-    if "model_index.json" in files:
+    if any(index in files for index in INDEXES):
         return "model"
     if "adapter_config.json" in files:
         adapter = object_in(folder / "adapter_config.json") or {}
@@ -109,12 +110,14 @@ def show_screen(site: Site, request: Request, kind: str, template: str, form: Va
         asked = job.read("asked.json").get("form", {}) if job else {}
         lora = asked.get("lora", "")
         lora = query.get("lora") or (lora if Path(lora).is_file() else "")  # it may have another name by now
-        run = settings_of(lora_file(site, lora).parent) if lora else {}
+        file = lora_file(site, lora) if lora else None
+        run = settings_of(file.parent) if file else {}
         base = {"model": run.get("pretrained_model_name_or_path", ""), "model_type": run.get("model_type", "flux")}
         fields = base | form(site, run) | asked | {"lora": lora, "asked": asked, "types": IMAGE_MODELS}
         found = weights_in(site)
-        steps = checkpoints_of(lora_file(site, lora).parent) if lora else []
-        fields |= {"loras": found["lora"], "models": found["model"], "jobs": jobs, "seen": "", "steps": steps}
+        steps = checkpoints_of(file.parent) if file else []
+        fields |= {"loras": found["lora"], "models": found["model"], "jobs": jobs, "seen": ""}
+        fields |= {"steps": steps, "file": file}
         return site.page(request, template, **fields | values)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         if job is None or isinstance(error, UserError):

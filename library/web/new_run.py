@@ -36,9 +36,11 @@ from library.config.scripts import LLM, LORA, Script, fields, section_fields, se
 from library.config.synonyms import synonyms
 from library.errors import UserError
 from library.files import decoded, find_program, parse_json, read_text, read_toml
+from library.model_folders import INDEXES, pipeline_index
 from library.models.hub import index_on_hub, takes_parts
 from library.training.report.run_folder import (
     cached_by_mtime,
+    checkpoints_of,
     defaults_of,
     find_runs,
     is_run,
@@ -284,7 +286,7 @@ def _picker(site: Site, weights: Mapping[str, list[str]], taken: list[Path]) -> 
         (m, kinds, folder(m.label) | {"base_weights": loras.get(Path(m.adapter).name, "")}) for m, kinds in choices()
     ]
     files = {path: Path(path).expanduser() for path in weights["model"]}
-    families = {path: _family_in(file / "model_index.json" if file.is_dir() else file) for path, file in files.items()}
+    families = {path: _family_in(pipeline_index(file) or file) for path, file in files.items()}
     own = [(path, title, folder(Path(path).stem) | {MODEL: path}) for path, title in families.items() if title]
     memory = {key for row in tables()["memory"] for key in row["settings"]}
     return {"models": models, "own": own, "forced": [MODEL, "model_type", *MODEL_FILE_KEYS, *sorted(memory)]}
@@ -292,8 +294,8 @@ def _picker(site: Site, weights: Mapping[str, list[str]], taken: list[Path]) -> 
 
 @cached_by_mtime
 def _family_in(file: Path) -> str:
-    """Return the family of a model of images, a file or the model_index.json of a folder; "" if it is none."""
-    likely = kind_of(str(file.parent if file.name == "model_index.json" else file)).likely
+    """Return the family of a model of images, a file or the index of a pipeline; "" if it is none."""
+    likely = kind_of(str(file.parent if file.name in INDEXES else file)).likely
     return MODEL_TYPES[likely[0]].title if likely else ""
 
 
@@ -349,7 +351,8 @@ def show(site: Site, request: Request, form: Form) -> Response:
 
 def _train_on(site: Site, folder: Path, script: Script[Any], given: RawConfig) -> tuple[dict[str, str], str]:
     """Return what has a new run go on where the run in ``folder`` ended, and says so."""
-    loras = sorted(folder.glob("*.safetensors"), key=mtime)
+    by_step = [saved.path for saved in checkpoints_of(folder)]  # a kept copy of an early one is newer than the last
+    loras = by_step or sorted(folder.glob("*.safetensors"), key=mtime)
     if states := states_of(folder):
         key = "max_train_epochs" if given.values.get("max_train_epochs") else "max_train_steps"
         steps = 2 * int((defaults_of(script) | given.values)[key])

@@ -6,7 +6,6 @@ they were read up to, and thinned before they are sent.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -30,6 +29,7 @@ from library.training.report.run_folder import (
     defaults_of,
     mtime,
     newest_metrics,
+    object_in,
     samples_of,
     script_of,
     settings_of,
@@ -105,7 +105,7 @@ def run_status(site: Site, folder: Path, job: Job | None) -> RunStatus:
         when=max(wrote, job.ended or job.began or job.created if job else mtime(folder / "config.toml")),
         requests=frozenset(requests if goes_on else ()),
         error=error if state in ("failed", "lost") else "",
-        preparing=json.loads(text_of(folder / PREPARING) or "null") if is_locked else None,
+        preparing=object_in(folder / PREPARING) if is_locked else None,
     )
 
 

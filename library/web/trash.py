@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from library.config.edit import edited
-from library.errors import UserError, printable
+from library.errors import UserError, gathering, printable
 from library.files import atomic_folder, atomic_path, discard, find_bad_name, rename, write_text
 from library.folder_lock import HOLDER, is_held
 from library.training.report import run_folder
@@ -133,10 +133,14 @@ def move(source: Path, target: Path) -> None:
 
 
 def refuse_busy(jobs: Jobs, path: Path) -> None:
-    """Raise a UserError if ``path`` is a folder that a run which goes on or waits has, is in, or has it inside."""
+    """Raise a UserError if a job that runs or waits names ``path`` or what is in it, or a run has the folder."""
+    jobs_now = jobs.queue()
+    for job in jobs_now:
+        if any(Path(job.cwd, word).is_relative_to(path) for word in job.words[1:]):
+            raise UserError(f"{path}: is used by {job.title}, which runs or waits; stop it first")
     if path.is_file() or path.is_symlink():
         return
-    outputs = [Path(job.output) for job in jobs.all() if job.output and not job.is_over]
+    outputs = [Path(job.output) for job in jobs_now if job.output]
     inside = [Path(folder) for folder, _, files in os.walk(path) if HOLDER in files]
     outputs += filter(is_held, (*inside, *path.parents))
     if busy := [each for each in outputs if each.is_relative_to(path) or path.is_relative_to(each)]:
@@ -186,11 +190,16 @@ def rename_run(site: Site, path: Path, name: str) -> Path:
         if chosen.get("file") == old.name:
             write_text(new.with_name(run_folder.CHOSEN), json.dumps(chosen | {"file": new.name}))
         site.jobs.rename(old, new)
-        for each in trashed(site):  # what was deleted in the run's folder comes back into it
-            inside = (new / path.relative_to(old) if old in path.parents else path for path in each.origins)
-            if (moved := replace(each, origins=tuple(inside))) != each:
-                _record(moved)
+        bring_back_into(site, old, new)
     return new
+
+
+def bring_back_into(site: Site, old: Path, new: Path) -> None:
+    """Have what was deleted in a folder that was renamed come back into it."""
+    for each in trashed(site):
+        inside = (new / path.relative_to(old) if old in path.parents else path for path in each.origins)
+        if (moved := replace(each, origins=tuple(inside))) != each:
+            _record(moved)
 
 
 def free_path(old: Path, name: str) -> Path:
@@ -220,22 +229,20 @@ def _settings_in(site: Site, old: Path, new: Path) -> str:
             place = path.resolve()
         if key == "output_dir" and path.name == old.name:  # relative to wherever it was started
             text = edited(text, key, str(path.with_name(new.name)), script)
-        elif place.is_relative_to(old):
+        elif path.name != value and place.is_relative_to(old):  # a word alone is a name
             text = edited(text, key, site.roots.show(new / place.relative_to(old)), script)
     return text
 
 
 def delete(site: Site, request: Request, form: Form) -> Response:
     """Move runs and LoRA files to the trash; one that cannot be moved keeps no other from it."""
-    refused = None
-    for path in map(str, form.getlist("path")):
-        try:
+    refused, paths = list[str](), list(map(str, form.getlist("path")))
+    for path in paths:
+        with gathering(refused):
             site.roots.find(path, output=True)
             trash(site, Path(path))
-        except UserError as error:
-            refused = refused or error
-    if refused:
-        raise refused
+    if refused or not paths:
+        raise UserError(*refused or ["nothing is chosen; tick what is to be deleted"])
     return goto("/") if "own" in form else tell_changed()
 
 

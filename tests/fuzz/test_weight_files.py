@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from library.config.kinds import kind_of
 from library.models.inspection import components, weight_sets
 from library.models.registry import lora_targets
 from library.precision.checkpoint import WeightFiles
@@ -63,6 +64,7 @@ def open_all(path: Path) -> None:
     for weights in harmless(weight_sets, path) or ():
         harmless(components, weights)
     harmless(inspect_lora, path)
+    harmless(kind_of, str(path))
     if header is None or files is None:
         return
     try:

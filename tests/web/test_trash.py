@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,14 +20,19 @@ from hypothesis import strategies as st
 
 pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
 from starlette.datastructures import FormData
+from starlette.requests import Request
 
+from library.config.edit import read as read_config
 from library.errors import UserError
 from library.folder_lock import FolderLock
 from library.training.report.run_folder import Checkpoint, checkpoints_of, chosen_of, name_to_keep
+from library.web import generate
 from library.web.access import AllowedRoots
+from library.web.data import change_dataset
 from library.web.jobs import Job, Jobs
+from library.web.new_run import _train_on
 from library.web.site import Site
-from library.web.trash import keep, rename_run, restore, trash, trashed
+from library.web.trash import delete, keep, rename_run, restore, trash, trashed
 from tests.web.page import ROOT, Tab, expect, serve, until
 from tests.web.test_runs import add_run
 
@@ -161,6 +168,45 @@ def test_what_the_page_needs_or_was_not_given_stays(site: Site, tmp_path: Path) 
         restore(site, "../../outside")
 
 
+def test_what_images_wait_to_be_made_with_stays(site: Site) -> None:
+    run = _saved_run(site, "r")
+    site.jobs.begin = lambda name=None: None  # type: ignore[method-assign]
+    words = [
+        "tools/generate.py",
+        "grid",
+        "--run",
+        os.path.relpath(run),
+        "--lora",
+        str(run / "a-step00000002.safetensors"),
+    ]
+    job = site.jobs.add("generate", "a grid", words, queued=True)
+    for path in (run, run / "a-step00000002.safetensors"):
+        with pytest.raises(UserError, match="is used by a grid"):
+            trash(site, path)
+    trash(site, run / "a-step00000001.safetensors")
+    site.jobs.stop(job.id)
+    trash(site, run)
+
+
+def test_every_refusal_to_delete_is_said(site: Site) -> None:
+    names = [str(site.roots.outputs[0] / name) for name in ("one", "two")]
+    with pytest.raises(UserError, match=r"(?s)one: no such.*two: no such"):
+        delete(site, None, FormData([("path", name) for name in names]))
+    with pytest.raises(UserError, match="nothing is chosen"):
+        delete(site, None, FormData())
+
+
+def test_images_come_back_into_a_dataset_that_was_renamed(site: Site, tmp_path: Path) -> None:
+    dataset = tmp_path / "cat"
+    toml = b'[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = "images"\n'
+    write(dataset, {"dataset.toml": toml, "images": {"a.png": b"a", "b.png": b"b"}})
+    thrown = trash(site, dataset / "images/a.png")
+    change_dataset(site, None, FormData({"dataset": str(dataset / "dataset.toml"), "name": "dog"}))
+    restore(site, thrown.folder.name)
+    assert read(tmp_path / "dog") == {"dataset.toml": toml, "images": {"a.png": b"a", "b.png": b"b"}}
+    assert not dataset.exists()
+
+
 def _saved_run(site: Site, name: str) -> Path:
     run = site.roots.outputs[0] / name
     run.mkdir(parents=True)
@@ -293,6 +339,24 @@ def test_nothing_is_kept_over_a_file_or_under_a_name_that_the_run_saves(site: Si
         with pytest.raises(UserError, match="is no whole checkpoint"):
             keep_as(site, run / f"{other}.safetensors", "kept")
     assert read(run) == before
+
+
+def test_a_training_goes_on_from_the_last_step_and_not_from_a_copy_of_an_early_one(site: Site) -> None:
+    run = run_with_checkpoints(site)
+    keep_as(site, run / "anna-step00000004.safetensors", "anna-chosen")
+    changes, _ = _train_on(site, run, *read_config("", False))
+    assert Path(changes["network_weights"]) == run / "anna.safetensors"
+
+
+def test_a_lora_whose_name_ends_as_a_saved_steps_does_is_generated_with_itself(site: Site) -> None:
+    run = run_with_checkpoints(site)
+    keep_as(site, run / "anna-step00000004.safetensors", "best-anna")
+    query = urlencode({"lora": run / "best-anna.safetensors"}).encode()
+    asked = Request({"type": "http", "path": "/generate", "headers": [], "query_string": query})
+    shown = generate.show(site, asked, FormData()).body.decode()
+    boxes = re.findall(r'<input type="checkbox" name="saved"[^>]*>', shown)
+    assert len(boxes) == 3
+    assert not any("checked" in box for box in boxes)
 
 
 def test_a_training_does_not_replace_a_kept_file(site: Site) -> None:

@@ -25,7 +25,7 @@ document.addEventListener("htmx:after:swap", ({ target }) => {
 });
 observe(); // the grid may have come before this module
 document.addEventListener("changed", () => {
-  for (const chunk of grid.querySelectorAll(".chunk:not(:empty)")) htmx.trigger(chunk, "near");
+  for (const chunk of grid?.querySelectorAll(".chunk:not(:empty)") ?? []) htmx.trigger(chunk, "near");
 });
 if (grid) {
   new ResizeObserver(() => {
