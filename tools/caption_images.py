@@ -76,9 +76,10 @@ class Task:
 
 def subsets_of(dataset: Path) -> list[Subset]:
     """Return the subsets of a dataset TOML whose captions are files, or the one that a folder of images is."""
-    if dataset.is_dir() and any(map(is_image, files := list_folder(dataset))):
-        by_ending = captioned(files)
-        settings = SubsetSettings(caption_extension=max(by_ending, key=lambda suffix: len(by_ending[suffix])))
+    if is_image(dataset.name) and dataset.is_file():
+        raise UserError(f"{dataset}: is an image; give the folder that it is in, or a dataset TOML")
+    if dataset.is_dir() and any(map(is_image, list_folder(dataset))):
+        settings = SubsetSettings(caption_extension=usual_extension(dataset)[0])
         return [Subset(str(dataset), settings, str(dataset), dataset, None, None)]
     arguments = DatasetArguments(dataset_config=str(dataset))
     config = load_dataset_config(dataset, arguments, conditioning_of(dataset, arguments))
@@ -92,6 +93,13 @@ def subsets_of(dataset: Path) -> list[Subset]:
     return with_files
 
 
+def usual_extension(folder: Path) -> tuple[str, set[str]]:
+    """Return the extension of most captions in a folder of images, and the images that have one of another alone."""
+    by_ending = captioned(list_folder(folder))
+    usual = max(by_ending, key=lambda suffix: len(by_ending[suffix]))
+    return usual, set[str]().union(*by_ending.values()) - by_ending[usual]
+
+
 def tasks_of(dataset: Path, replace: bool, written: Mapping[str, str]) -> list[Task]:
     """Return the images whose caption has no words, or all; of those that share a file, one.
 
@@ -101,6 +109,13 @@ def tasks_of(dataset: Path, replace: bool, written: Mapping[str, str]) -> list[T
     for subset in subsets_of(dataset):
         for image, file in uncaptioned(subset, captioned_too=True).items():
             found.setdefault(file.resolve(), Task(image, file.resolve(), read(file), subset.settings))
+    usual, others = usual_extension(dataset) if dataset.is_dir() and not replace else ("", set[str]())
+    if others:
+        print(
+            f"note: left out, as most captions are {usual} files and theirs are not: {names_in_short(sorted(others))}; "
+            f"rename those captions, or caption all images anew with --all"
+        )
+    found = {file: task for file, task in found.items() if task.image.name not in others}
     tasks = [task for task in found.values() if replace or task.old.why or not task.old.shown.strip()]
     return [task for task in tasks if task.old.raw is None or written.get(str(task.file)) != task.old.raw]
 

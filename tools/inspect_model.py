@@ -25,6 +25,7 @@ from rich.filesize import decimal
 from rich.padding import Padding
 from rich.text import Text
 
+from library.config.architectures import is_lora
 from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error
 from library.training.report.progress import loads_in_table, plain_table
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 answer_early(__name__, lambda: parser().parse_args())
 
-from library.models.inspection import Component, WeightSet, components, is_lora, weight_sets
+from library.models.inspection import Component, WeightSet, components, weight_sets
 from library.precision.checkpoint import WeightFiles
 from networks.files.inspection import LoraLayer, LoraReport, inspect_lora
 

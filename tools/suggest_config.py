@@ -141,8 +141,8 @@ def main() -> None:
     settings = [f"{key} = {value}" for key, value in chosen.settings.items()] or ["nothing quantised or swapped"]
     training = (f"{key} = {values[key][0]}" for key in ("network_dim", "learning_rate", "max_train_steps"))
     print(f"model     {answered.model}: {answered.model_type}")
-    for line in model_type_of({MODEL: answered.model, "model_type": answered.model_type})[1]:
-        print(f"          {line}")
+    distilled = model_type_of({MODEL: answered.model, "model_type": answered.model_type})[1]
+    print(*(f"          {line}" for line in distilled), sep="\n", end="\n" * bool(distilled))
     print(f"images    {counted(len(found.samples), 'image')} of about {found.side} x {found.side}")
     print(f"card      {f'{answered.gpu_memory / GIB:.1f} GiB; ' if answered.gpu_memory else ''}{chosen.describe()}")
     print(f"memory    {', '.join(settings)}")
@@ -153,7 +153,7 @@ def main() -> None:
     if missing := found.without_caption:
         command = suggestion.captioner(answered.images)
         print(f"note: {missing} without a caption; write them, or have a model write them: {command}")
-    if any(word in Path(answered.model).name.lower() for word in ("turbo", "schnell")):
+    if not distilled and any(word in Path(answered.model).name.lower() for word in ("turbo", "schnell")):
         print("note: a distilled model; train on its base where there is one (docs/distilled.md)")
     print(f"start: .venv/bin/python train_lora.py --config_file {answered.save_to / 'config.toml'}")
 

@@ -6,7 +6,7 @@ A transformer's names may stand behind a prefix, of which :data:`MODEL_PREFIXES`
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,12 @@ class Architecture:
 
 
 UNKNOWN = Architecture("unknown architecture", ())
+# What tells models that no family here is, by a part of a tensor's name.
+_UNSUPPORTED = {
+    ".input_blocks.": "Stable Diffusion or SDXL",
+    "distilled_guidance_layer": "Chroma",
+    "joint_blocks.": "Stable Diffusion 3",
+}
 
 
 @cache
@@ -65,3 +71,16 @@ def recognise_below(names: Collection[str]) -> tuple[str, Architecture]:
         if inside and (found := recognise(inside)) is not UNKNOWN:
             return prefix, found
     return "", UNKNOWN
+
+
+def is_lora(names: Iterable[str]) -> bool:
+    """Whether the tensor names are those of a LoRA or one of its relatives (LoKr, LoHa, DoRA)."""
+    return any(
+        re.search(r"[._](lora(_|[12]?\.)(A|B|up|down|mid|linear_layer)|hada_w|lokr_w|dora_scale|diff(_b)?$)", name)
+        for name in names
+    )
+
+
+def unsupported(names: Collection[str]) -> str:
+    """Return which architecture without a family here has such tensor names; "": none that is known."""
+    return next((what for part, what in _UNSUPPORTED.items() if any(part in name for name in names)), "")

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from library.config.architectures import recognise_below
+from library.config.architectures import UNKNOWN, is_lora, recognise_below, unsupported
 from library.config.kohya.matters import names_key
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
-from library.config.published_models import MODEL, find_published, hub_instead
-from library.errors import UserError
+from library.config.published_models import FILE_ENDINGS, MODEL, find_published, hub_instead
+from library.errors import UserError, names_in_short
 from library.files import read_json
 from library.gguf_header import MAGIC, read_gguf_header
 from library.model_folders import pipeline_index, pipeline_of, snapshot_of
@@ -106,12 +106,10 @@ def model_type_of(values: Mapping[str, Any], ask: Ask | None = None) -> tuple[st
     model, given = str(values[MODEL]), values.get("model_type")
     kind, lines = refuse_other_kind(model, given, ask), list[str]()
     if not given and not kind.likely:
-        if Path(model).expanduser().is_file():
-            _refuse_other_file(model)
+        refuse_no_model(model)
         if ask is None and not kind.is_here:  # who reads the model says so
             return None, lines
-        titles = ", ".join(dict.fromkeys(MODEL_TYPES[name].title for name in IMAGE_MODELS))
-        raise UserError(f"nothing tells what kind of model {model} is; give one of {titles}, or set model_type")
+        raise UserError(f"nothing tells what kind of model {model} is; give one of {_titles()}, or set model_type")
     edits = not given and names_key(values.get("dataset_config"), "control_directory")
     found = given or kind.choose(edits)
     if not given:
@@ -128,15 +126,30 @@ def hub_instead_of_missing(values: Mapping[str, Any]) -> dict[str, Any]:
     return hub_instead(known) if known and known.hub != given and not kind_of(given).is_here else {}
 
 
-def _refuse_other_file(model: str) -> None:
-    """Raise a UserError if a file of which nothing is known is damaged, or a LoRA."""
-    names = _shapes(Path(model).expanduser())
-    if not names:
+def refuse_no_model(model: str) -> None:
+    """Raise a UserError if what is no model of ours is a damaged file, a LoRA, another model or a folder of files."""
+    path = Path(model).expanduser()
+    if path.is_dir() and (files := sorted(one.name for one in path.iterdir() if one.name.endswith(FILE_ENDINGS))):
+        raise UserError(
+            f"{model}: a folder of files, no diffusers pipeline; give one of them ({names_in_short(files)})"
+        )
+    if not path.is_file():
+        return
+    if not (names := _shapes(path)):
         raise UserError(f"{model}: not a safetensors or GGUF file, or a damaged one; download or convert it again")
-    if any("lora" in name for name in names):
+    if is_lora(names):
         raise UserError(
             f"{model}: a LoRA, not a base model; give it as network_weights, and the model that it was trained on here"
         )
+    if other := unsupported(names):
+        raise UserError(f"{model}: a {other} checkpoint, which is not trained here; give one of {_titles()}")
+    if (found := recognise_below(names)[1]) is not UNKNOWN:
+        article = "an" if found.name[0] in "aeiou" else "a"
+        raise UserError(f"{model}: {article} {found.name}, not a transformer; give that of one of {_titles()}")
+
+
+def _titles() -> str:
+    return ", ".join(dict.fromkeys(MODEL_TYPES[name].title for name in IMAGE_MODELS))
 
 
 def _distilled(model: str, values: Mapping[str, Any], kind: Kind) -> Iterator[str]:

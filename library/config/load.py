@@ -132,7 +132,7 @@ def checked(
         became, problems = [*became, *told], [*problems, *wrong]
     config, unfit, overridden = _validate(values, origins, uncertain, script)
     if config is None or problems or unfit:
-        raise UserError(*problems, *unfit, *(note.line() for note in given.notes))
+        raise UserError(*problems, *unfit, *(f"note: {note.line()}" for note in given.notes))
     if notes is not None:
         notes.extend([*became, *overridden])
     return config

@@ -235,9 +235,25 @@ def sizes_seen(subset: Subset, sources: Sequence[Source], seed: int) -> list[tup
     own_seed, order = subset.settings.validation_seed, list(range(len(sources)))
     # the permutation depends on the count alone, as in sd-scripts
     random.Random(seed if own_seed is None else own_seed).shuffle(order)
+    if subset.settings.validation_split == "auto":
+        order = _each_shape_first(order, sources)
     held = set(order[len(order) - subset.settings.held_out(len(order)) :])
     # all of them have been measured
     return [(one.image.size or (1, 1), (i not in held) * subset.settings.num_repeats) for i, one in enumerate(sources)]
+
+
+def _each_shape_first(order: Sequence[int], sources: Sequence[Source]) -> list[int]:
+    """Return ``order`` with an image of each shape first: what is held out is its end, and no shape is held out whole.
+
+    Shapes whose sides' ratios are next to each other and less than a tenth apart count as one.
+    """
+    ratios = [width / height for width, height in (one.image.size or (1, 1) for one in sources)]
+    shapes, last = dict[float, int](), 0.0
+    for ratio in sorted(set(ratios)):
+        shapes[ratio] = len(shapes) if ratio > 1.1 * last else shapes[last]
+        last = ratio
+    first = set({shapes[ratios[i]]: i for i in reversed(order)}.values())
+    return [*first, *(i for i in order if i not in first)]
 
 
 def _load_subset(

@@ -15,25 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from library.config.architectures import UNKNOWN, recognise_below
+from library.config.architectures import UNKNOWN, is_lora, recognise_below, unsupported
 from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.model_folders import pipeline_index, pipeline_of
 from library.models.family_files import FamilyFiles, Part
 from library.models.hub import find_model
-from library.models.inspection import is_lora
 from library.models.layer_names import original_key_map
 from library.models.registry import family_modules
 from library.models.weights import read_config
 from library.precision.checkpoint import WeightFiles
-
-# What tells models that no family here is, by a part of a tensor's name.
-_UNSUPPORTED = {
-    ".input_blocks.": "Stable Diffusion or SDXL",
-    "distilled_guidance_layer": "Chroma",
-    "joint_blocks.": "Stable Diffusion 3",
-}
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,7 @@ def file_arguments(weights: WeightFiles, family: FamilyFiles) -> tuple[str, dict
             f"{weights.path}: a LoRA, not a base model; give it as network_weights, and a {family.title} model as "
             "pretrained_model_name_or_path"
         )
-    if other := next((what for part, what in _UNSUPPORTED.items() if any(part in name for name in weights.names)), ""):
+    if other := unsupported(weights.names):
         raise UserError(f"{weights.path}: a {other} checkpoint, not {family.title}; give a {family.title} transformer")
     prefix, found = recognise_below(weights.names)
     if found.model_type != family.model_type:

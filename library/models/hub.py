@@ -92,6 +92,9 @@ def find_lora(given: str | Path, option: str) -> Path:
         UserError: as :func:`find_model`; the repository has several LoRAs, or none.
     """
     path, (owner, *rest) = Path(given).expanduser(), Path(given).as_posix().split("/")
+    adapters = {Path(row.adapter).name: str(Path(row.adapter).parent) for row in published_models() if row.adapter}
+    if (adapter := adapters.get(path.name)) and not path.exists() and Path(given).parent.as_posix() != adapter:
+        raise UserError(f"{option} {str(given)!r} does not exist; correct it, or give {adapter}, which is downloaded")
     name, file = "/".join((owner, *rest[:1])), "/".join(rest[1:])
     is_name = _HUB_NAME.fullmatch(name) and not name.endswith(_FILE_ENDINGS) and not (file and Path(owner).exists())
     if path.exists() or not is_name or _misspelt(path):

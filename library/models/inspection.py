@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -166,12 +166,4 @@ def _component(name: str, tensors: Mapping[str, TensorEntry]) -> Component:
         parameters=sum(tensor.numbers for tensor in counted.values()),
         bytes=sum(tensor.bytes for tensor in tensors.values()),
         dtypes=dict(dtypes.most_common()),
-    )
-
-
-def is_lora(names: Iterable[str]) -> bool:
-    """Whether the tensor names are those of a LoRA or one of its relatives (LoKr, LoHa, DoRA)."""
-    return any(
-        re.search(r"[._](lora(_|[12]?\.)(A|B|up|down|mid|linear_layer)|hada_w|lokr_w|dora_scale|diff(_b)?$)", name)
-        for name in names
     )

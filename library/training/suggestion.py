@@ -20,11 +20,11 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from library.config.family_defaults import presets, tables
-from library.config.kinds import kind_of
+from library.config.kinds import kind_of, refuse_no_model
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.published_models import Fit, fit, fits
 from library.config.schema import DatasetArguments
-from library.data.config import LEAST_TO_HOLD_OUT, load_dataset_config
+from library.data.config import SubsetSettings, load_dataset_config
 from library.data.file_index import list_folder
 from library.data.samples import Sample, scan
 from library.data.sources import captioned
@@ -97,7 +97,10 @@ def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[s
     able = [name for name in IMAGE_MODELS if (MODEL_TYPES[name].conditioning == "references") == (kind == "edit")]
     fitting = [name for name in names if name in able and given in (None, name)]
     if not fitting:
-        raise UserError(f"--kind {kind}: {model} is no {given or 'model'} for it; take {', '.join(able)}")
+        if not names:
+            refuse_no_model(model)
+        other = f"--kind {'subject or style' if kind == 'edit' else 'edit'}, or one of " * bool(names)
+        raise UserError(f"--kind {kind}: {model} is no {given or 'model'} for it; take {other}{', '.join(able)}")
     here = find_model(path, "--model") if path.exists() else path
     return fitting[0], transformer_arguments(pipeline_of(here) or here, fitting[0]) if here.exists() else {}
 
@@ -180,8 +183,8 @@ def captioner(images: Path) -> str:
 def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, str]:
     """Return file name -> text: the dataset TOML of a folder, and the configuration."""
     values, folder = presets(answers.model_type), answers.images.is_dir()
-    share = round(len(found.samples) * values["validation_split"][0])
-    held_out = found.held_out if not folder else share if len(found.samples) >= LEAST_TO_HOLD_OUT else 0
+    usual = SubsetSettings(validation_split="auto").held_out(len(found.samples))
+    held_out = usual if folder else found.held_out
     pairs = [one for one in found.samples if one.caption and " --" not in one.caption][:3]  # options begin with it
     # a sample of a fill model needs an image and a mask
     sampled = bool(pairs) if answers.kind == "edit" else family_class(answers.model_type).conditioning != "fill"

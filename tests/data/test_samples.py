@@ -328,6 +328,25 @@ def test_auto_holds_out_one_in_ten_of_ten_and_more_but_at_most_eight(tmp_path: P
         assert build(write_toml(tmp_path, without)).validation is None
 
 
+def test_auto_never_holds_out_all_images_of_a_shape(tmp_path: Path) -> None:
+    """With any seed, at any resolution; the same images at each."""
+    sizes = [(128, 128)] * 9 + [(64, 256), (256, 64), (256, 64), (120, 128), (144, 96)] + [(96, 144)] * 6
+    for i, size in enumerate(sizes):
+        add_image(tmp_path / "img", f"{i:02d}.png", size=size, seed=i)
+    toml = write_toml(tmp_path, "validation_split = 'auto'\nenable_bucket = true")
+    text = toml.read_text()
+    for seed in range(12):
+        held = set[tuple[str, ...]]()
+        for resolution in (64, 128):
+            toml.write_text(text.replace("resolution = 64", f"resolution = {resolution}"))
+            data = build(toml, seed=seed)
+            assert data.validation is not None
+            trained = {sample.fit.bucket for sample in data.train.samples}
+            assert {sample.fit.bucket for sample in data.validation.samples} <= trained
+            held.add(tuple(names(data.validation.samples)))
+        assert [len(each) for each in held] == [2]
+
+
 def test_a_split_that_holds_out_nothing_is_refused(tmp_path: Path) -> None:
     fill(tmp_path / "img", 4)
     assert refused(tmp_path, write_toml(tmp_path, dataset="validation_split = 0.1")) == (

@@ -104,6 +104,8 @@ def test_a_lora_is_found_by_its_repository_or_by_its_file_there(hub: Hub, tmp_pa
         in find(hub, home, "acme/two", lora=True)[1]
     )
     assert "acme/two has no c.safetensors; give one of" in find(hub, home, "acme/two/c.safetensors", lora=True)[1]
+    said = find(hub, home, f"models/{adapters}_v2.safetensors", lora=True)[1]
+    assert f"does not exist; correct it, or give ostris/{adapters}, which is downloaded" in said
     for local in ("tests/none.safetensors", "nowhere.safetensors", "docs/none/style.safetensors"):
         assert find(hub, home, local, lora=True) == (local, "")
 

@@ -85,8 +85,19 @@ def test_a_file_of_flux_is_told_by_its_shapes_and_its_name(tmp_path: Path) -> No
 
 def test_what_is_no_model_is_named_with_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"\x08" + bytes(7) + b"{}      ")
-    unknown = "nothing tells what kind of model .* give one of FLUX.1, .*or set model_type"
-    for path, words in ((tmp_path / "x.safetensors", ".*a damaged one; download or convert"), (tmp_path, unknown)):
+    (tmp_path / "empty").mkdir()
+    parts = save_single_files(ROOT / "assets/tiny-flux", tmp_path / "parts")
+    save_file({"lycoris_double_blocks_0_img_attn_qkv.lokr_w1": torch.zeros(2, 2)}, tmp_path / "lokr.safetensors")
+    save_file({"model.diffusion_model.input_blocks.0.0.weight": torch.zeros(2, 2)}, tmp_path / "xl.safetensors")
+    for path, words in (
+        (tmp_path / "x.safetensors", ".*a damaged one; download or convert"),
+        (tmp_path / "empty", "nothing tells what kind of model .* give one of FLUX.1, .*or set model_type"),
+        (tmp_path / "lokr.safetensors", ".*: a LoRA, not a base model"),
+        (tmp_path / "xl.safetensors", ".*: a Stable Diffusion or SDXL checkpoint, .*give one of FLUX.1"),
+        (parts.ae, ".*: an image autoencoder, .*not a transformer; give that of one of FLUX.1"),
+        (parts.t5xxl, ".*: a T5 encoder, not a transformer"),
+        (tmp_path, r".*: a folder of files, .*give one of them \(lokr.safetensors, "),
+    ):
         with pytest.raises(UserError, match=words):
             model_type_of({MODEL: str(path)})
         with pytest.raises(UserError, match=f"^--{MODEL}: {words}"):

@@ -240,6 +240,17 @@ def test_captions_go_where_the_dataset_has_them_and_what_is_left_out_is_named(mo
     assert (tmp_path / "others/0.caption").read_text() == regular
 
 
+def test_a_caption_of_another_extension_is_kept_and_told(model: Path, tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", 4)
+    for image, ending in zip(images, (".txt", ".txt", ".caption"), strict=False):
+        image.with_suffix(ending).write_text("mine")
+    words = (tmp_path / "images", "--model", model, "--max_new_tokens", TOKENS)
+    output = printed(caption_images, *words)
+    assert "left out, as most captions are .txt files and theirs are not: 2.png; rename" in output
+    assert "1 caption made" in output
+    assert sorted(path.name for path in (tmp_path / "images").glob("*.txt")) == ["0.txt", "1.txt", "3.txt"]
+
+
 def _without(name: str) -> Any:
     return lambda folder: (folder / name).unlink()
 

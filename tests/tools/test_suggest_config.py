@@ -236,7 +236,7 @@ def test_edits_train_as_they_are_written_and_show_their_references(tmp_path: Pat
     folder = write(words, tmp_path / "my_edit")
     written = toml.load(folder / "config.toml")
     assert written["model"]["model_type"] == "flux2_klein_edit"
-    assert toml.load(folder / "dataset.toml")["datasets"][0]["validation_split"] == 0.1  # 2 of 20
+    assert toml.load(folder / "dataset.toml")["datasets"][0]["validation_split"] == "auto"  # 2 of 20
     assert f"--ci {tmp_path / 'before'}" in written["sampling"]["sample_prompts"][0]
     assert trained(folder).is_file()
 

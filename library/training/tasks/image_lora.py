@@ -224,9 +224,9 @@ class ImageLora(LoraTask):
                 painting.restore_captions(sets, self.console)
         share = config.preservation.preserve_share
         if config.preservation.preserve != "none" and not config.preservation.preserve_outside_mask:
-            cost = f"a step takes about {share / 3:.0%} longer, and so many fewer teach what is new"
+            cost = f"{1 - share:.0%} teach what is new; a step takes about {share / 3:.0%} longer"
             self.console.print(
-                f"preserve: {share:.0%} of the samples keep what the base answers; {cost}", soft_wrap=True
+                f"preserve: {share:.0%} of the samples keep what the base answers, {cost}", soft_wrap=True
             )
         todo = dict(painting.missing_of(sets))
         data = self._dataset(painting.pictures_of(sets, todo))
@@ -250,7 +250,8 @@ class ImageLora(LoraTask):
         if config.sampling.sample_at_first and self.prompts:
             words[SAMPLING] = painting.describe(self.prompts)
         compiles, _ = plan_compilation(config, self.accelerator.device, config.training.max_train_steps)
-        words[FIRST_STEP] = "compiles the model, which takes a minute or more" if compiles else "as all others"
+        if compiles:
+            words[FIRST_STEP] = "compiles the model, which takes a minute or more"
         self.preparation.plan(words, self.console, self._work(items, to_paint))
 
     def _work(self, items: Mapping[str, int], to_paint: Sequence[SamplePrompt]) -> dict[str, Work]:
