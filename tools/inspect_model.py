@@ -25,7 +25,7 @@ from rich.filesize import decimal
 from rich.padding import Padding
 from rich.text import Text
 
-from library.config.architectures import is_lora
+from library.config.model_layouts import is_lora
 from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error
 from library.training.report.progress import loads_in_table, plain_table

@@ -15,14 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from library.config.architectures import UNKNOWN, is_lora, recognise_below, unsupported
 from library.config.kohya.matters import names_key
+from library.config.model_layouts import (
+    UNKNOWN,
+    is_lora,
+    pipeline_index,
+    pipeline_of,
+    recognise_below,
+    snapshot_of,
+    unsupported,
+)
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.published_models import FILE_ENDINGS, MODEL, find_published, hub_instead
 from library.errors import UserError, names_in_short
 from library.files import read_json
 from library.gguf_header import MAGIC, read_gguf_header
-from library.model_folders import pipeline_index, pipeline_of, snapshot_of
 
 Ask = Callable[[str], Mapping[str, Any]]  # of what is not here: a pipeline's model_index.json
 _MOST_HEADER = 100 * 2**20  # bytes, as in safetensors

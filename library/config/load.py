@@ -32,15 +32,14 @@ from library.config.kohya.flags import FLAGS
 from library.config.kohya.translate import find_tool, summary, translate
 from library.config.kohya.translation import Note
 from library.config.markers import asks_for_nothing, is_nothing, words_of
+from library.config.model_layouts import pipeline_of, snapshot_of
 from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODELS, MODEL_FILE_KEYS, MODEL_TYPES, PATHS
 from library.config.published_models import FILE_ENDINGS, MODEL
 from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
-from library.config.scripts import LORA, REMOVED_KEYS, Schema, Script, fields, section_fields, sections
-from library.config.synonyms import meant_by
+from library.config.scripts import LORA, REMOVED_KEYS, Schema, Script, fields, meant_by, section_fields, sections
 from library.errors import UserError, did_you_mean, nearest_of
 from library.files import MOST_TOML_BYTES, parse_toml, read_text, written_path
-from library.model_folders import pipeline_of, snapshot_of
 
 _SAME_WORD = 0.8  # similarity above which an unknown key of a kohya's configuration is taken for a misspelt one
 _MOST_HINTS = 200  # unknown keys of a file for which one that may be meant is looked for

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from library.config.model_layouts import pipeline_index
 from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationPlan
 from library.fidelity.merge import compensate
 from library.files import atomic_path, read_json
-from library.model_folders import pipeline_index
 from library.models.family_by_name import family_class
 from library.precision.checkpoint import WeightFiles
 from library.precision.names import LayoutKind

@@ -20,6 +20,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from library.config.model_layouts import pipeline_index
 from library.config.model_types import Blank
 from library.config.schema import ModelConfig
 from library.data.cache import TextJob
@@ -27,7 +28,6 @@ from library.errors import UserError, counted
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.fidelity.deployed import DeployedWeights, LoadedWeights
 from library.fidelity.servers import SUMMED_IN, Merge, Server, usual_server
-from library.model_folders import pipeline_index
 from library.models.blocks import AttentionProcessor
 from library.models.family import Family
 from library.models.family_by_name import model_family

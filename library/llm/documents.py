@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from library.config.model_layouts import snapshot_of
 from library.errors import UserError
 from library.files import read_json_lines, reading
-from library.model_folders import snapshot_of
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 _ROWS = 1024  # read at once

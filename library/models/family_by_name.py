@@ -9,10 +9,10 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from library.config.model_layouts import pipeline_of
 from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.model_folders import pipeline_of
 
 if TYPE_CHECKING:
     from library.models.family import Family  # imports diffusers

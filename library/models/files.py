@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from library.config.architectures import UNKNOWN, is_lora, recognise_below, unsupported
+from library.config.model_layouts import UNKNOWN, is_lora, pipeline_index, pipeline_of, recognise_below, unsupported
 from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.model_folders import pipeline_index, pipeline_of
 from library.models.family_files import FamilyFiles, Part
 from library.models.hub import find_model
 from library.models.layer_names import original_key_map

@@ -21,10 +21,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from library.config.model_layouts import INDEXES, pipeline_index, pipeline_of, snapshot_of
 from library.config.published_models import MODEL, download_instead, published_models
 from library.errors import UserError, counted, nearest_of, reason_of
 from library.files import broken_link, read_json
-from library.model_folders import INDEXES, pipeline_index, pipeline_of, snapshot_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".toml", ".index")

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from library.checksums import shards_of
-from library.config.architectures import recognise_below
+from library.config.model_layouts import pipeline_index, recognise_below, snapshot_of
 from library.errors import UserError, printable
 from library.files import broken_link
-from library.model_folders import pipeline_index, snapshot_of
 from library.precision.checkpoint import quantized_file
 from library.precision.files.file_tensors import FileTensors
 from library.safetensors_io import TensorEntry, find_index, read_entries, weight_files

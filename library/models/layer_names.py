@@ -313,7 +313,7 @@ def read_names(folder: Path) -> NameTables:
     * ``[lora]``: fields of :class:`LoraTargets`; ``families`` are its rows, with the fields that are others there. A
       layer group has a name and a pattern, or ``default`` too; those of a row come after the common ones.
     * ``[[text_encoders]]``: fields of :class:`TextEncoderTargets`. ``[[architectures]]``: see
-      ``library.config.architectures``.
+      ``library.config.model_layouts``.
     """
     tables = _frozen(read_toml(folder / "names.toml")[0])
     keys = KeyNames(_rows(tables["keys"]), _rows(tables.get("lora_keys", ())))

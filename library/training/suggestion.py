@@ -21,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from library.config.family_defaults import presets, tables
 from library.config.kinds import kind_of, refuse_no_model
+from library.config.model_layouts import pipeline_of
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.published_models import Fit, fit, fits
 from library.config.schema import DatasetArguments
@@ -30,7 +31,6 @@ from library.data.samples import Sample, scan
 from library.data.sources import captioned
 from library.errors import UserError, printable
 from library.files import read_toml, toml_text
-from library.model_folders import pipeline_of
 from library.models.captioner import CAPTIONERS
 from library.models.family_by_name import family_class
 from library.models.files import transformer_arguments

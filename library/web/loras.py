@@ -15,10 +15,10 @@ from jinja2 import TemplateError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from library.config.model_layouts import INDEXES
 from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODEL_KINDS, MODEL_FILE_KEYS
 from library.errors import UserError
 from library.gguf_header import has_language_model
-from library.model_folders import INDEXES
 from library.training.report.run_folder import cached_by_mtime, checkpoints_of, header_of, mtime, object_in, settings_of
 from library.web.run import fragment
 from library.web.site import Site

@@ -28,15 +28,14 @@ from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
 from library.config.load import RawConfig, checked, read_keys, toml_path
 from library.config.markers import split_pairs
+from library.config.model_layouts import INDEXES, pipeline_index
 from library.config.model_types import MODEL_FILE_KEYS, MODEL_TYPES
 from library.config.optimizer_types import OPTIMIZERS
 from library.config.programs.translate import dataset_file
 from library.config.published_models import MODEL
-from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections
-from library.config.synonyms import synonyms
+from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections, synonyms
 from library.errors import UserError
 from library.files import decoded, find_program, parse_json, read_text, read_toml
-from library.model_folders import INDEXES, pipeline_index
 from library.models.hub import index_on_hub, takes_parts
 from library.training.report.run_folder import (
     cached_by_mtime,

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from library.config.load import load_config
-from library.config.scripts import LANGUAGE_LORA, LLM, LORA, fields
-from library.config.synonyms import meant_by, synonyms
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, fields, meant_by, synonyms
 from library.errors import UserError
 from library.files import read_toml
 

@@ -13,9 +13,9 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from library.config.model_layouts import snapshot_of
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.model_folders import snapshot_of
 from library.models.family import Family
 from library.models.family_by_name import model_family, with_transformer
 from library.models.flux.files import FLUX_KEYS, FLUX_TARGETS

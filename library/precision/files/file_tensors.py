@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from library.config.architectures import MODEL_PREFIXES
+from library.config.model_layouts import MODEL_PREFIXES
 from library.errors import UserError
 from library.files import read_json, read_toml
 from library.safetensors_io import RowRange, TensorEntry, read_rows
