@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from library.errors import UserError, names_in_short, undone
+from library.errors import UserError, counted, names_in_short, undone
 from library.models.layer_names import LoraTargets
 from library.randomness import generator
 from networks.adapters.base import AdapterLinear
@@ -133,8 +133,9 @@ class AdapterNetwork:
         weights = {name: fitted(name, given[name], keys, layer.in_features) for name, layer in modules.items()}
         problems = {n: problem for n in modules if (problem := self._misfit(n, weights))}
         if problems:
-            named = names_in_short([f"{name} {what}" for name, (what, _) in problems.items()], shown=1)
-            raise UserError(f"{source}: {named}; {next(iter(problems.values()))[1]}")
+            (name, (what, remedy)), *others = problems.items()
+            more = f", and {counted(len(others), 'other layer')} likewise" if others else ""
+            raise UserError(f"{source}: {name} {what}{more}; {remedy}")
         rescaled = sum(layer.load_weights(weights[name]) for name, layer in modules.items())
         note = f", {rescaled} of them rescaled to this run's alpha / rank" if rescaled else ""
         note += f"; nothing of {' and '.join(sorted(fresh))} in it, trained from the start" if fresh else ""

@@ -23,7 +23,7 @@ from typing import Any
 
 from library.config.model_layouts import INDEXES, pipeline_index, pipeline_of, snapshot_of
 from library.config.published_models import MODEL, download_instead, published_models
-from library.errors import UserError, counted, nearest_of, reason_of
+from library.errors import UserError, counted, names_in_short, nearest_of, reason_of
 from library.files import broken_link, read_json
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -97,6 +97,9 @@ def find_lora(given: str | Path, option: str) -> Path:
         raise UserError(f"{option} {str(given)!r} does not exist; correct it, or give {adapter}, which is downloaded")
     name, file = "/".join((owner, *rest[:1])), "/".join(rest[1:])
     is_name = _HUB_NAME.fullmatch(name) and not name.endswith(_FILE_ENDINGS) and not (file and Path(owner).exists())
+    if path.is_dir() and not (path / _USUAL_LORAS[0]).is_file():
+        inside = names_in_short(sorted(file.name for file in path.glob("*.safetensors"))) or "it holds none"
+        raise UserError(f"{option}: {path} is a folder without {_USUAL_LORAS[0]}; give a LoRA's file ({inside})")
     if path.exists() or not is_name or _misspelt(path):
         return path
     return _lora_from_hub(name, file, option)

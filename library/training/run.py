@@ -27,7 +27,13 @@ from library.files import atomic_folder
 from library.folder_lock import FolderLock
 from library.processes import agreed, from_all_processes
 from library.training.checkpoint.hub import build_upload
-from library.training.checkpoint.output_folder import refuse_kept, refuse_to_overwrite, same_name_beside, try_writing
+from library.training.checkpoint.output_folder import (
+    keep_other_run,
+    refuse_kept,
+    refuse_to_overwrite,
+    same_name_beside,
+    try_writing,
+)
 from library.training.checkpoint.saving import CheckpointWriter, Write, fallback_folder, remove_old
 from library.training.checkpoint.state import (
     AUTO,
@@ -159,6 +165,8 @@ class Run:
         self.first_step = self.position.step
         self.norms = task.update_norms(self.first_step)
         folder = self.names.folder
+        if state is None and accelerator.is_main_process and (line := keep_other_run(folder, self.names.name)):
+            task.console.print(f"note: {line}", soft_wrap=True)
         write_config(folder, self.config, accelerator)
         self.metrics = MetricsStream(folder / "metrics.jsonl", accelerator, self.config.logging, self.first_step)
         self.progress = TrainingProgress(task.console, task.total_steps, task.total_epochs, self.first_step)

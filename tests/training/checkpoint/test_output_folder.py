@@ -196,7 +196,10 @@ def test_a_finished_lora_is_replaced_by_the_same_run_or_on_demand_only(
     run(base, dataset, tmp_path, **settings)  # the same again
     same = {"log_every_n_steps": 2, "save_every_n_steps": 1, "gradient_checkpointing": True, "vae_batch_size": 2}
     run(base, dataset, tmp_path, **settings, **same)  # nor do these change the LoRA
-    run(base, dataset, tmp_path, **settings, learning_rate=1e-4, output_name="other")
+    metrics = (tmp_path / "metrics.jsonl").read_text()
+    run(base, dataset, tmp_path, **settings, learning_rate=1e-4, output_name="other")  # the first run's are kept
+    assert (tmp_path / "metrics.lora.jsonl").read_text() == metrics != (tmp_path / "metrics.jsonl").read_text()
+    assert "learning_rate = 0.001\n" in (tmp_path / "config.lora.toml").read_text()
     run(base, dataset, tmp_path, **settings | {"max_train_steps": 3}, save_state=True, output_name="longer")
     more = settings | {"max_train_steps": 4, "resume": "auto"}
     run(base, dataset, tmp_path, **more, output_name="longer")  # goes on from its own state
