@@ -20,14 +20,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
-from library.console import Console
+from library.console import Console, plain_table
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from library.llm.documents import find_files, read_documents
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import Tokenizer
 from library.models.hub import find_model
-from library.training.report.progress import counting, plain_table
+from library.training.report.progress import counting
 from tools.command import (
     add_language_model,
     answer_early,

@@ -26,9 +26,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from library.config.model_layouts import is_lora
-from library.console import Console
+from library.console import Console, plain_table
 from library.errors import UserError, counted, exit_on_user_error
-from library.training.report.progress import loads_in_table, plain_table
+from library.training.report.progress import loads_in_table
 from tools.command import answer_early, tool_parser, value_range
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from library.console import Console
+from library.console import Console, plain_table
 from library.errors import UserError, counted
 from library.fidelity import FIXES
 from library.fidelity.calibration import CalibrationOptions
@@ -29,7 +29,6 @@ from library.fidelity.intervals import images_to_tell, side
 from library.fidelity.refit import refit_lora
 from library.fidelity.runs import EvalSet, Outcome, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant
-from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
 
 FIX_COLUMNS = (

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from rich.table import Table
 
-from library.console import Console
+from library.console import Console, plain_table
 from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationPlan
 from library.models.layer_names import LoraTargets
@@ -28,7 +28,6 @@ from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
 from library.precision.recipe import Recipe, WeightLoader, scheme_named
 from library.precision.writing import write_quantized
 from library.safetensors_io import find_index
-from library.training.report.progress import plain_table
 from networks.files.adapters import AdapterFile
 from networks.files.base import Base, check_target, folder_copy, open_base
 from networks.files.weights import AdapterWeights, LoraWeights

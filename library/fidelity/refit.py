@@ -18,13 +18,12 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from library.console import Console
+from library.console import Console, plain_table
 from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.serving import Models, base_layer, numbers, rounded
 from library.models.layer_names import LoraTargets
 from library.precision.checkpoint import WeightFiles
-from library.training.report.progress import plain_table
 from networks.files.adapters import LoraFile, load_lora
 from networks.files.base import BaseModule, find_modules, open_base
 from networks.files.layouts import PRECISIONS

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from library.accelerator import is_model_parallel
+from library.console import print_summary
 from library.errors import UserError, error_prefix
 from library.files import atomic_folder
 from library.folder_lock import FolderLock
@@ -51,7 +52,7 @@ from library.training.checkpoint.state import (
 from library.training.optim.after_update import UpdateNorms
 from library.training.report.metrics import MetricsStream, peak_memory_bytes, write_config
 from library.training.report.plots import plot_runs
-from library.training.report.progress import SAMPLING, TrainingProgress, duration, print_summary, shown_path
+from library.training.report.progress import SAMPLING, TrainingProgress, duration, shown_path
 from library.training.run_inputs import RunInputs, changes_since, contents_of, require_same, settings_of
 from library.training.signals import NOTHING, SignalHandler, StopRequest, interruptible, resume_hint
 from library.training.tasks.task import Sampler, Task

@@ -16,15 +16,14 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.live import Live
 from rich.progress import (
@@ -40,7 +39,7 @@ from rich.table import Table
 from rich.text import Text
 
 from library.checksums import read_checked_json, write_checked_json
-from library.console import Console
+from library.console import Console, plain_table
 from library.errors import UserError
 from library.files import write_text
 
@@ -168,15 +167,6 @@ def print_progress(
 
     advance(0)
     return advance
-
-
-def plain_table(*headings: str, left: Collection[str] = (), title: str | None = None) -> Table:
-    """Return an empty table for the terminal; the first column and those in ``left`` hold words, the others numbers."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", border_style="dim", title=title)
-    for number, heading in enumerate(headings):
-        justify: Literal["left", "right"] = "left" if number == 0 or heading in left else "right"
-        table.add_column(heading, justify=justify, overflow="fold")
-    return table
 
 
 def loads_in_table(rows: Iterable[Sequence[str]]) -> Table:
@@ -335,16 +325,6 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     minutes, seconds = divmod(rest, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
-def print_summary(console: Console, rows: list[tuple[str, str]]) -> None:
-    """Print what a run did and where it left its files."""
-    table = Table(show_header=False, box=None, padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(Text(name, "bold"), Text(value))  # a path may hold what rich takes for markup
-    console.print(table)
 
 
 def shown_path(path: Path) -> str:

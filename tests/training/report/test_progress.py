@@ -17,13 +17,13 @@ from library.config import load_config
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
 from library.console import Console as OwnConsole
+from library.console import print_summary
 from library.training.report.progress import (
     Preparation,
     RemainingTime,
     TrainingProgress,
     Work,
     counting,
-    print_summary,
 )
 from tests.runs import arguments, run, write_base, write_dataset
 
