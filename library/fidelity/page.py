@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from library.fidelity.distilled import Distilled
@@ -59,11 +61,17 @@ def _write(folder: Path, title: str, measured: Mapping[str, Any], **shown: Any) 
     """Write the page with what is ``shown`` and the JSON of what was ``measured``; return their paths."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.globals["data_uri"] = as_data_uri
+    environment.filters["commands_apart"] = _commands_apart
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     absent: dict[str, Any] = {"report": None, "distilled": None, "in_short": "", "words": {}, "tables": {}}
     write_text(folder / "report.html", template.render(absent, title=title, **shown))
     write_text(folder / "report.json", json.dumps(_plain(measured), indent=1))
     return [folder / "report.html", folder / "report.json"]
+
+
+def _commands_apart(sentence: str) -> Markup:
+    """Return a sentence whose commands and flags, in brackets, are not shown in the browser's Precision screen."""
+    return Markup(re.sub(r" \((?:tools/|--)[^)]*\)", r"<span class=command>\g<0></span>", str(escape(sentence))))
 
 
 def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:

@@ -158,11 +158,15 @@ class Report:
     def _not_looked_at(self, looked_at: set[str]) -> list[str]:
         """Return with which flags to say what the server does otherwise, a line for each place to look at in it."""
         places = {
-            place: ", ".join(flag for cause, flag in flags.items() if cause not in looked_at)
+            place: {cause: flag for cause, flag in flags.items() if cause not in looked_at}
             for place, flags in _FLAGS.items()
             if place != "picture and mask" or self.eval_set.kind != "none"
         }
-        lines = [f"{place}: {flags}" for place, flags in places.items() if flags]
+        lines = [
+            f"{place}: {', '.join(flags).replace('_', ' ')} ({', '.join(flags.values())})"
+            for place, flags in places.items()
+            if flags
+        ]
         picture = "" if self.server else ", or give a picture that it painted (--server_image)"
         unsaid = f"the report takes these to be as in training; say what your server does otherwise{picture}"
         return [unsaid, *lines] if lines else []

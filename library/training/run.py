@@ -431,7 +431,7 @@ class Run:
         self.task.preparation.begin(SAMPLING)
         with self._deployed_weights("sampling"):
             together = is_model_parallel(self.engine.accelerator)  # then no process may stop alone
-            stopping = None if together else (lambda: self.requests.signalled)
+            stopping = None if together else (lambda: self.requests.asks_to_stop)
             with agreed("sampling", partial(self.writer.leave_out, "sampling")):
                 if self.engine.accelerator.is_main_process or together:
                     sampler.sample(self.task.transformer, step, stopping)
@@ -506,9 +506,14 @@ class Run:
 
     @contextmanager
     def _deployed_weights(self, phase: str) -> Iterator[None]:
-        """Name the phase, and let the model hold the weights to deploy, while the block runs and has all memory."""
+        """While the block runs, name the phase, on the page too, and let the model hold the weights to deploy.
+
+        The block has all memory.
+        """
         self.engine.drop_graphs()
-        with self.progress.phase(phase), self.engine.deployed_weights():
+        folder = self.names.folder if self.engine.accelerator.is_main_process else None
+        told = self.task.preparation.between_steps(phase, folder)
+        with self.progress.phase(phase), told, self.engine.deployed_weights():
             yield
 
     def verify_saved(self) -> None:

@@ -120,6 +120,11 @@ class SignalHandler:
         """Whether a signal arrived at this process."""
         return bool(self._signal)
 
+    @property
+    def asks_to_stop(self) -> bool:
+        """Whether a signal arrived at this process, or the file lies there."""
+        return self.signalled or (self._folder / "STOP").exists()
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside the block the first signal is kept for :meth:`poll` and the second has its usual effect.

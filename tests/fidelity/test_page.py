@@ -185,8 +185,9 @@ def test_kinds_of_rounding_come_by_their_share_and_flags_that_were_not_given_by_
     assert best["What else helps"] == ["Refit it. It takes off 26% of the error."]
     assert "What else was found" not in found
     lines = found["Not looked at"]
-    assert "Picture and mask: --mask_invert, --mask_grow, --mask_snap, --mask_blur, --blank" in lines[1]
-    assert "Text encoders and VAE: --deploy_text_dtype." in lines  # the VAE is one of the report's causes
+    assert lines[1].startswith("Picture and mask: mask invert, mask grow, mask snap, mask blur, blank")
+    assert "(--mask_invert, --mask_grow, --mask_snap, --mask_blur, --blank" in lines[1]
+    assert "Text encoders and VAE: text (--deploy_text_dtype)." in lines  # the VAE is one of the report's causes
     flags = {flag for action in parser()._actions for flag in action.option_strings}
     assert {*re.findall(r"--\w+", " ".join(lines))} <= flags
 
@@ -232,12 +233,14 @@ def test_a_click_on_a_heading_sorts_the_layers_and_the_page_fits_a_phone(tmp_pat
     input.value = "blocks.49"; input.dispatchEvent(new Event("input"));
     found.left = [...table.tBodies[0].rows].filter(row => row.checkVisibility()).length;
     const root = frame.contentDocument.documentElement;
+    found.words = frame.contentDocument.querySelector("dl").innerText;
     found.overflow = root.scrollWidth - root.clientWidth;
     out.textContent = JSON.stringify(found);
     """
     outer = tmp_path / "phone.html"
     outer.write_text(
-        '<pre id="out"></pre><iframe id="frame" src="report.html" width="390" height="800" style="border:0"></iframe>'
+        '<pre id="out"></pre><iframe id="frame" src="report.html#on-screen" width="390" height="800" style="border:0">'
+        "</iframe>"
         f'<script>const frame = document.querySelector("#frame"), out = document.querySelector("#out");'
         f'frame.addEventListener("load", () => {{ {script} }})</script>'
     )
@@ -250,3 +253,5 @@ def test_a_click_on_a_heading_sorts_the_layers_and_the_page_fits_a_phone(tmp_pat
     assert found["d"]["first"] == f"transformer_blocks.{LAYERS - 1}.attn.to_q"
     assert found["left"] == 11  # 49, 490 to 499
     assert found["overflow"] == 0
+    assert "Text encoders and VAE: text" in found["words"]
+    assert "--" not in found["words"]  # the page has buttons instead of commands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import torch
 
 from library.config import load_config
 from library.training.checkpoint.state import find_damage, newest_state
+from library.training.report.progress import PREPARING
 from tests.forked import Script, run_code
 from tests.runs import ROOT, arguments, lora, run
 from tests.worker_group import run_in_group
@@ -64,8 +66,9 @@ def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_with_the_same_bits(
     assert all(torch.equal(resumed[name], tensor) for name, tensor in lora(tmp_path / "whole", "x").items())
 
 
+@pytest.mark.parametrize("by", ["SIGINT", "STOP"])
 def test_a_first_ctrl_c_is_answered_while_sampling_and_the_rest_of_the_samples_is_left_for_later(
-    base: Path, dataset: Path, tmp_path: Path
+    by: str, base: Path, dataset: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     (tmp_path / "prompts.txt").write_text("a disc --w 64 --h 64 --s 60\n" * 40)  # of a minute or more
@@ -73,12 +76,17 @@ def test_a_first_ctrl_c_is_answered_while_sampling_and_the_rest_of_the_samples_i
     flags = arguments(base, dataset, out, **LONG, **sampling)
     process = Script(ROOT / "train_lora.py", flags, tmp_path)
     _wait(lambda: (out / "samples" / "step000002_00.png").exists(), process)
-    os.kill(process.pid, signal.SIGINT)
+    assert json.loads((out / PREPARING).read_text())["name"] == "sampling"  # which the page shows
+    if by == "STOP":
+        (out / by).touch()
+    else:
+        os.kill(process.pid, signal.SIGINT)
     done = process.wait()
-    assert done.returncode == 130, done.stdout + done.stderr
+    assert done.returncode == (3 if by == "STOP" else 130), done.stdout + done.stderr
+    assert not (out / PREPARING).exists()
     answer = "SIGINT: stopping after this sample, then saving the LoRA and a state; once more ends it at once, without"
-    assert answer in done.stdout
-    assert done.stdout.index(answer) < done.stdout.index("saved at step 3: ")
+    assert (answer in done.stdout) == (by == "SIGINT")
+    assert done.stdout.find(answer) < done.stdout.index("saved at step 3: ")
     assert len(list((out / "samples").glob("step000002_*.png"))) < 40
     assert "sampled at step 2" not in done.stdout  # a resumed run draws what is missing
 

@@ -287,7 +287,7 @@ def test_what_a_run_does_before_its_first_step_is_shown_live(server: Server, tab
             "generating images of general prompts": "24 images of 512 x 512",
             "encoding images": "64 new, 0 cached",
         }
-        preparation.plan({**words, "the first step": "as all others"}, Console(quiet=True))
+        preparation.plan({**words, "the first step": "like every other step"}, Console(quiet=True))
         advance = preparation.begin("generating images of general prompts", 24)
         tab.open("/run?path=output/begins")
         steps = tab.page.get_by_role("list", name="Before the first step").get_by_role("listitem")
@@ -311,6 +311,9 @@ def test_what_a_run_does_before_its_first_step_is_shown_live(server: Server, tab
         preparation.end()
         expect(tab.page.locator("#overview")).to_contain_text("1 steps")
         expect(steps).to_have_count(0)
+        with preparation.between_steps("sampling", folder):
+            expect(tab.page.locator("#overview")).to_contain_text("1 steps; now sampling")
+        expect(tab.page.locator("#overview")).not_to_contain_text("sampling")
     finally:
         lock.release()
         shutil.rmtree(folder)

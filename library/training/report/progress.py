@@ -4,6 +4,7 @@
 anything takes long. Then each says when it begins; what is counted (:func:`counting`) begins by its description. Until
 the run has taken a step the list lies in ``PREPARING`` in the output folder, written about once a second, and the page
 shows it: ``{"steps": {name: words}, "name": of what is done now, "done": 3, "total": 34, "text": "3 of 34, ..."}``.
+Later the file names what takes time between two steps, sampling and validating, and has no steps.
 
 A time is told only after it was measured: the first item of a step gives the first estimate, with the loading of the
 model in it; from the second item on it is left out. What a step took is kept, by what its items are (:class:`Work`), so
@@ -120,6 +121,17 @@ class Preparation:
             return text
 
         return advance
+
+    @contextmanager
+    def between_steps(self, name: str, folder: Path | None) -> Iterator[None]:
+        """Say the ``name`` of what is done between two steps, while the block runs; ``folder``: of the run's output."""
+        is_later = self.folder is None and folder is not None
+        if is_later:
+            self.folder, self.steps = folder, {}
+            self._write(0.0, name=name)
+        yield
+        if is_later:
+            self.end()
 
     def end(self) -> None:
         """Take the list away: the first step was taken, or there will be none."""

@@ -58,7 +58,7 @@ function choose({ label, settings, own }) {
     const now = values[key] ?? "", wanted = settings[key] ?? "";
     const free = forced.includes(key) || values[key] === "" || others.some((one) => (one[key] ?? "") === now);
     if (free) changes[key] = wanted;
-    if (now === wanted || key === key_of) continue;
+    if (now === wanted || [key_of, "output_dir"].includes(key)) continue; // where it is written is named after the dataset, too
     if (!free) said.Kept.push(`${key} = ${now}`);
     else if (wanted) said.Set.push(`${key} = ${wanted}`);
     else said.Removed.push(key);
