@@ -43,7 +43,7 @@ from library.config.markers import MOST_SIDE, MOST_STEPS
 from library.config.model_types import BLANKS, IMAGE_MODELS, MODEL_TYPES
 from library.config.rules import model_conflicts
 from library.config.schema import DatasetArguments, ModelConfig, PrecisionConfig
-from library.errors import UserError, error_prefix, exit_on_user_error
+from library.errors import UserError, counted, error_prefix, exit_on_user_error
 from library.files import read_text, write_text
 from library.llm.chat_templates import CHAT_TEMPLATES, PromptTemplate, TextTemplate, load_chat_template
 from library.llm.tokenizer_files import load_tokenizer
@@ -241,6 +241,9 @@ def grid(options: argparse.Namespace) -> list[Path]:
             advance(1)
     titles = [f"{now:g}: {prompt.prompt[:24]}" for prompt, now in columns]
     write_sheet(to / "grid.png", titles, [(step.about, [*row]) for step, row in zip(steps, rows, strict=True)])
+    print(
+        f"{to / 'grid.png'}: {counted(len(columns), 'image')} of each of", *(step.about for step in steps), sep="\n  "
+    )
     return [*(path for row in rows for path in row), to / "grid.png"]
 
 

@@ -58,7 +58,7 @@ from library.training.checkpoint.metadata import image_facts, lora_facts, trigge
 from library.training.checkpoint.state import tidy
 from library.training.compiling import plan_compilation
 from library.training.flow import NOISE_LEVELS
-from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
+from library.training.memory.block_swap import Ring, describe_rings, kind_sizes, swap_blocks, swapped_per_kind
 from library.training.memory.budget import recompute_blocks
 from library.training.memory.dry_run import fit_memory
 from library.training.memory.fake_cuda import cache_folder
@@ -147,6 +147,10 @@ class ImageLora(LoraTask):
         )
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
+        if swapped := self.training.blocks_to_swap:  # refused here, before anything is encoded
+            with torch.device("meta"):
+                outline = family.build(family.files.transformer_config).requires_grad_(False)
+            swapped_per_kind(kind_sizes(family.blocks(outline)), swapped)
         for line in family.unused_tensors():
             self.console.print(f"note: {line}", soft_wrap=True)
         self.base_fingerprint, self.base_parts = family.fingerprint(), family.other_parts()
