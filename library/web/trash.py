@@ -28,13 +28,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from library.config.edit import edited
-from library.errors import UserError, gathering, printable
+from library.errors import UserError, gathering, names_in_short, printable
 from library.files import atomic_folder, atomic_path, discard, find_bad_name, rename, write_text
 from library.folder_lock import HOLDER, is_held
 from library.training.report import run_folder
 from library.web.access import STATE, Refused
 from library.web.jobs import Jobs, read_object
-from library.web.site import Form, Given, Routes, Site, goto, tell_changed, url
+from library.web.site import Form, Given, Routes, Site, goto, url
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,15 @@ def delete(site: Site, request: Request, form: Form) -> Response:
             trash(site, Path(path))
     if refused or not paths:
         raise UserError(*refused or ["nothing is chosen; tick what is to be deleted"])
-    return goto("/") if "own" in form else tell_changed()
+    moved = names_in_short([Path(path).name for path in paths], 2)
+    return goto("/") if "own" in form else _changed(site, f"In the trash now, until you empty it: {moved}.")
+
+
+def _changed(site: Site, said: str) -> Response:
+    """Return an answer that says what was done, and has the screen's live parts look at it."""
+    answer = site.part("base.html", "notice", notice=said, notice_kind="good")
+    answer.headers.update({"hx-retarget": "#message", "hx-reswap": "innerHTML", "hx-trigger": "changed"})
+    return answer
 
 
 def change_name(site: Site, request: Request, form: Form) -> Response:
@@ -252,9 +260,7 @@ def change_name(site: Site, request: Request, form: Form) -> Response:
     new = rename_run(site, path, str(form.get("name", "")).strip())
     if new.is_dir():
         return goto(url("/run", path=new))
-    answer = site.part("base.html", "notice", notice=f"{path.name} is {new.name} now.", notice_kind="good")
-    answer.headers.update({"hx-trigger": "changed", "hx-retarget": "#message", "hx-reswap": "innerHTML"})
-    return answer
+    return _changed(site, f"{path.name} is {new.name} now.")
 
 
 def keep(site: Site, request: Request, form: Form) -> Response:
@@ -272,9 +278,7 @@ def keep(site: Site, request: Request, form: Form) -> Response:
     said = f"Kept: {site.roots.show(new)} ({found.about}). Copy it into ComfyUI's models/loras."
     if before:
         said += f"\nIt is the chosen one of this run now. {before.path.name} was it before; that file stays."
-    answer = site.part("base.html", "notice", notice=said, notice_kind="good")
-    answer.headers.update({"hx-retarget": "#message", "hx-reswap": "innerHTML", "hx-trigger": "changed"})
-    return answer
+    return _changed(site, said)
 
 
 def copy_as(path: Path, new: Path) -> None:
