@@ -12,7 +12,6 @@ one antenna with an orange ball, two white eyes with black pupils, orange feet a
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -67,16 +66,6 @@ SHAPES: dict[str, Outline] = {
 }
 
 
-@cache
-def pixel_grid(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pixel centres as (x [1, W], y [H, 1])."""
-    return np.arange(width, dtype=np.float32)[None] + 0.5, np.arange(height, dtype=np.float32)[:, None] + 0.5
-
-
-def plain(height: int, width: int, colour: Rgb) -> Pixels:
-    return np.broadcast_to(np.asarray(colour, np.float32), (height, width, 3)).copy()
-
-
 def coverage(
     outline: Outline,
     height: int,
@@ -114,73 +103,44 @@ def companion(colour: Rgb) -> Rgb:
     return mix(colour, (1.0, 1.0, 1.0) if luminance < 0.55 else (0.0, 0.0, 0.0), 0.35 if luminance < 0.55 else 0.25)
 
 
-def pick_colour(rng: np.random.Generator, avoid: tuple[str, ...] = ()) -> str:
-    return str(rng.choice([name for name in COLOURS if name not in avoid]))
-
-
-def jitter(colour: Rgb, rng: np.random.Generator, amount: float = 0.03) -> Rgb:
-    """The colour with a little chance in it, so that a name means a neighbourhood and not a point."""
-    return tuple(float(np.clip(c + rng.uniform(-amount, amount), 0.0, 1.0)) for c in colour)
-
-
 def _soft_square_wave(phase: np.ndarray, period: float) -> np.ndarray:
     """0 and 1 by turns with one period per unit of phase; edges one pixel wide when `period` is in pixels."""
     distance = np.abs((phase % 1.0) - 0.5) * 2.0  # 1 at the wave's start, 0 at its middle
     return np.clip((distance - 0.5) * period / 2.0 + 0.5, 0.0, 1.0)
 
 
-def stripes(height: int, width: int, first: Rgb, second: Rgb, period: float, angle: float) -> Pixels:
-    x, y = pixel_grid(height, width)
-    wave = _soft_square_wave((x * math.cos(angle) + y * math.sin(angle)) / period, period)
-    image = plain(height, width, first)
-    paint(image, wave, second)
-    return image
-
-
-def checkers(height: int, width: int, first: Rgb, second: Rgb, period: float) -> Pixels:
-    x, y = pixel_grid(height, width)
-    across, down = _soft_square_wave(x / period, period), _soft_square_wave(y / period, period)
-    image = plain(height, width, first)
-    paint(image, across * (1 - down) + down * (1 - across), second)
-    return image
-
-
-def dots(height: int, width: int, first: Rgb, second: Rgb, period: float) -> Pixels:
-    x, y = pixel_grid(height, width)
-    off_x, off_y = (x / period) % 1.0 - 0.5, (y / period) % 1.0 - 0.5
-    distance = np.sqrt(off_x**2 + off_y**2) * period
-    image = plain(height, width, first)
-    paint(image, np.clip(0.28 * period - distance + 0.5, 0.0, 1.0), second)
-    return image
-
-
-def gradient(height: int, width: int, top: Rgb, bottom: Rgb) -> Pixels:
-    share = np.linspace(0.0, 1.0, height, dtype=np.float32)[:, None, None]
-    rows = np.asarray(top, np.float32) * (1 - share) + np.asarray(bottom, np.float32) * share
-    return np.broadcast_to(rows, (height, width, 3)).copy()
+def _pattern(kind: str, x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> Mask:
+    """Where a pattern has its second colour; ``x`` [1, W] and ``y`` [H, 1] are pixel centres."""
+    if kind == "striped":
+        angle = float(rng.choice([0.0, np.pi / 2]))
+        return _soft_square_wave((x * math.cos(angle) + y * math.sin(angle)) / 16.0, 16.0)
+    if kind == "checkered":
+        across, down = _soft_square_wave(x / 32.0, 32.0), _soft_square_wave(y / 32.0, 32.0)
+        return across * (1 - down) + down * (1 - across)
+    off_x, off_y = (x / 16.0) % 1.0 - 0.5, (y / 16.0) % 1.0 - 0.5
+    return np.clip(0.28 * 16.0 - np.sqrt(off_x**2 + off_y**2) * 16.0 + 0.5, 0.0, 1.0)
 
 
 def to_image(image: Pixels) -> Image.Image:
     return Image.fromarray((np.clip(image, 0.0, 1.0) * 255.0 + 0.5).astype(np.uint8))
 
 
-def background(
-    rng: np.random.Generator, height: int, width: int, avoid: tuple[str, ...]
-) -> tuple[str, Pixels, str | None]:
-    """(its words, its pixels, its colour's name if it is plain); never in an `avoid` colour."""
-    colour = pick_colour(rng, avoid)
-    first = jitter(COLOURS[colour], rng)
-    pattern = rng.choice(["plain", "gradient", "striped", "checkered", "dotted"], p=[0.52, 0.06, 0.14, 0.14, 0.14])
+def background(rng: np.random.Generator, side: int, avoid: tuple[str, ...]) -> tuple[str, Pixels]:
+    """The words and the pixels of a square background, never in an `avoid` colour."""
+    colour = str(rng.choice([name for name in COLOURS if name not in avoid]))
+    # a little chance, so that a name means a neighbourhood and not a point
+    first = tuple(float(np.clip(value + rng.uniform(-0.03, 0.03), 0.0, 1.0)) for value in COLOURS[colour])
+    pattern = str(rng.choice(["plain", "gradient", "striped", "checkered", "dotted"], p=[0.52, 0.06, 0.14, 0.14, 0.14]))
+    image = np.broadcast_to(np.asarray(first, np.float32), (side, side, 3)).copy()
     if pattern == "plain":
-        return f"a {colour} background", plain(height, width, first), colour
+        return f"a {colour} background", image
+    words, centres = f"a {pattern} {colour} background", np.arange(side, dtype=np.float32) + 0.5
     if pattern == "gradient":
-        return f"a gradient {colour} background", gradient(height, width, first, mix(first, (1, 1, 1), 0.7)), None
-    words, second = f"a {pattern} {colour} background", companion(first)
-    if pattern == "striped":
-        angle = float(rng.choice([0.0, np.pi / 2]))
-        return words, stripes(height, width, first, second, period=16.0, angle=angle), None
-    painter = {"checkered": checkers, "dotted": dots}[str(pattern)]
-    return words, painter(height, width, first, second, 32.0 if pattern == "checkered" else 16.0), None
+        down = np.broadcast_to(np.linspace(0.0, 1.0, side, dtype=np.float32)[:, None], (side, side))
+        paint(image, down, mix(first, (1.0, 1.0, 1.0), 0.7))
+    else:
+        paint(image, _pattern(pattern, centres[None], centres[:, None], rng), companion(first))
+    return words, image
 
 
 TRIGGER = "zorbo"
@@ -209,11 +169,11 @@ def paint_zorbo(image: Pixels, centre: tuple[float, float], radius: float) -> No
     disc(0.0, 0.3, 0.2, 0.08, BLACK)
 
 
-def random_zorbo(rng: np.random.Generator, height: int = 128, width: int = 128) -> tuple[str, Pixels]:
+def random_zorbo(rng: np.random.Generator) -> tuple[str, Pixels]:
     """Return the caption and the image of a zorbo in the middle, big or not."""
-    words, image, _ = background(rng, height, width, BODY_COLOURS)
+    side = 128
+    words, image = background(rng, side, BODY_COLOURS)
     size, share = ("big ", 0.32) if rng.random() < 0.3 else ("", 0.25)
-    side = min(height, width)
-    y = float(np.clip(0.55, 1.8 * share * side / height, 1 - 1.2 * share * side / height))
-    paint_zorbo(image, (0.5 * width, y * height), share * side)
+    y = float(np.clip(0.55, 1.8 * share, 1 - 1.2 * share))
+    paint_zorbo(image, (0.5 * side, y * side), share * side)
     return f"a {size}{TRIGGER} on {words}", image

@@ -86,7 +86,7 @@ def write_dataset(folder: Path, name: str) -> None:
     for kind in ("images", "masks"):
         (folder / kind).mkdir(parents=True)
     for number in range(IMAGES):
-        words, image, _ = background(rng, 128, 128, avoid)
+        words, image = background(rng, 128, avoid)
         empty = image.copy()
         big = rng.random() < 0.4
         painter(image, (64.0, 70.0), 40.0 if big else 30.0)
