@@ -143,14 +143,6 @@ def lora_file(site: Site, text: str) -> Path:
     return path
 
 
-def free_name(path: Path, taken: Sequence[Path] = ()) -> Path:
-    """Return ``path``, or with the first number behind its name that nothing has."""
-    ending = ".safetensors" if path.suffix == ".safetensors" else ""
-    stem = path.name.removesuffix(ending)
-    tries = (path if n == 1 else path.with_name(f"{stem}-{n}{ending}") for n in range(1, 10_000))
-    return next(each for each in tries if not each.exists() and each not in taken)
-
-
 def float_of(text: str, what: str) -> float:
     """Return a number of a form; raises a UserError that names it."""
     with suppress(ValueError):

@@ -42,6 +42,7 @@ from library.training.report.run_folder import (
     checkpoints_of,
     defaults_of,
     find_runs,
+    free_name,
     is_run,
     mtime,
     script_of,
@@ -53,7 +54,7 @@ from library.training.sampling.prompts import read_prompts
 from library.web.cards import cards
 from library.web.data import datasets, refuse_outside
 from library.web.jobs import ROOT, Job
-from library.web.loras import free_name, weights_in
+from library.web.loras import weights_in
 from library.web.run import run_status
 from library.web.site import Form, Routes, Site, goto, tell_changed, url
 from library.web.trainable import reason_against

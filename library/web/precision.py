@@ -17,10 +17,10 @@ from starlette.responses import Response
 
 from library.errors import UserError
 from library.files import read_toml
-from library.training.report.run_folder import settings_of
+from library.training.report.run_folder import free_name, settings_of
 from library.web.data import refuse_outside
 from library.web.jobs import Job
-from library.web.loras import float_of, free_name, kind_of, lora_file, model_words, show_screen
+from library.web.loras import float_of, kind_of, lora_file, model_words, show_screen
 from library.web.run import ahead
 from library.web.site import Form, Given, Routes, Site, goto, tell_changed, url
 

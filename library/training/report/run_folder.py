@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from math import inf
@@ -196,10 +196,17 @@ def own_names(folder: Path) -> re.Pattern[str]:
     return re.compile(rf"{re.escape(output_name(folder))}(-step\d{{8}}|-\d{{6}}|-best)?\.safetensors", re.IGNORECASE)
 
 
+def free_name(path: Path, taken: Sequence[Path] = ()) -> Path:
+    """Return ``path``, or with the first number behind its name that nothing has."""
+    ending = ".safetensors" if path.suffix == ".safetensors" else ""
+    stem = path.name.removesuffix(ending)
+    tries = (path if n == 1 else path.with_name(f"{stem}-{n}{ending}") for n in range(1, 10_000))
+    return next(each for each in tries if not os.path.lexists(each) and each not in taken)
+
+
 def name_to_keep(folder: Path) -> str:
     """Return a free name for a copy of a run's checkpoint; -best is the name of what ``save_best`` writes."""
-    tries = (f"{output_name(folder)}-chosen" + f"-{n}" * (n > 1) for n in range(1, 10_000))
-    return next(name for name in tries if not os.path.lexists(folder / f"{name}.safetensors"))
+    return free_name(folder / f"{output_name(folder)}-chosen.safetensors").stem
 
 
 def chosen_of(folder: Path) -> Checkpoint | None:
