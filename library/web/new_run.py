@@ -45,6 +45,7 @@ from library.training.report.run_folder import (
     free_name,
     is_run,
     mtime,
+    output_name,
     script_of,
     settings_of,
     states_of,
@@ -241,7 +242,7 @@ def _taken(site: Site) -> tuple[list[Path], list[tuple[str, Path]]]:
     """Return the folders of runs that wait or run; and the names of all runs' files, with each one's folder."""
     waiting = {Path(job.output): job.folder for job in site.jobs.all() if job.output and not job.is_over}
     folders = {run: run for place in site.roots.outputs for run in find_runs(place)} | waiting
-    return list(waiting), [(str(settings_of(at).get("output_name", "lora")), run) for run, at in folders.items()]
+    return list(waiting), [(output_name(at), run) for run, at in folders.items()]
 
 
 def ready(site: Site) -> list[tuple[str, str]]:

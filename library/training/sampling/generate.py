@@ -73,32 +73,21 @@ def generate_images(
         encoders: of images and text; by default the family's, of ``dtype``.
     """
     prompts = list(dict.fromkeys(cell.prompt for cell in cells))
-    variants = list(dict.fromkeys(cell.loras for cell in cells))
     for remark in check_prompt_images(prompts, family.conditioning, family.most_references):
         console.print(f"note: {remark}")
     targets = family.targets
-    for lora in dict.fromkeys(lora for loras in variants for lora in loras):
+    for lora in dict.fromkeys(lora for cell in cells for lora in cell.loras):
         read_safetensors_header(weight_file(lora.path))  # which says what is wrong with it before anything is loaded
     if encoders is None:
         encoders = family.load_image_encoder(dtype, device), family.load_text_encoder(dtype, device)
     image_encoder, text_encoder = encoders
     for remark in note_changes(prompts, text_encoder.too_long):
         console.print(f"note: {remark}", soft_wrap=True)
-    multiple, blank = image_encoder.pixel_multiple, blank or trained_blank(variants[0])
+    multiple, blank = image_encoder.pixel_multiple, blank or trained_blank(cells[0].loras)
     rules = PromptImageRules(family.conditioning, sizing or ControlSizing(), multiple, blank)
     if family.conditioning == "fill" and blank != "grey":
         console.print(f"regions to fill are blanked with {blank}")
-    texts: dict[str, TextJob] = {}
-    for prompt in prompts:
-        texts |= text_jobs(prompt, text_encoder.sees_references, rules)
-    embeddings: dict[tuple[tuple[LoraSource, ...], float] | None, dict[str, dict[str, torch.Tensor]]] = {}
-    for loras in variants:  # all of them together may be too large for the memory
-        weights = read_loras(loras, family, console)
-        by_text = any(encoder.name in weights for encoder in targets.text_encoders)
-        for strength in dict.fromkeys(cell.strength for cell in cells if cell.loras == loras):
-            changed, key = weights if strength else {}, (loras, strength) if by_text else None
-            if key not in embeddings:
-                embeddings[key] = encode_with_loras(text_encoder, texts, changed, targets, _names(loras), strength)
+    embeddings = _encode_each(cells, text_encoder, rules, family, console)
     conditions = {prompt: encode_prompt_images(prompt, image_encoder, rules) for prompt in prompts}
     fp8 = fp8 or WeightLoader()
     transformer = family.load_transformer(dtype, device if swapped == 0 else "cpu", fp8=fp8)
@@ -119,6 +108,25 @@ def generate_images(
         found = embeddings[(attached, cell.strength) if (attached, cell.strength) in embeddings else None]
         texts_of_it = {text: found[prompt.text_key(text)] for text in prompt.texts()}
         yield prompt, generate_image(family, transformer, image_encoder, prompt, texts_of_it, conditions[prompt])
+
+
+def _encode_each(
+    cells: Sequence[Cell], text_encoder: TextEncoder, rules: PromptImageRules, family: Family, console: Console
+) -> dict[tuple[tuple[LoraSource, ...], float] | None, dict[str, dict[str, torch.Tensor]]]:
+    """Return the prompts' embeddings by LoRAs and strength, or by None where no LoRA changes the text encoders."""
+    texts: dict[str, TextJob] = {}
+    for prompt in dict.fromkeys(cell.prompt for cell in cells):
+        texts |= text_jobs(prompt, text_encoder.sees_references, rules)
+    embeddings: dict[tuple[tuple[LoraSource, ...], float] | None, dict[str, dict[str, torch.Tensor]]] = {}
+    for loras in dict.fromkeys(cell.loras for cell in cells):  # all of them together may be too large for the memory
+        weights = read_loras(loras, family, console)
+        by_text = any(encoder.name in weights for encoder in family.targets.text_encoders)
+        for strength in dict.fromkeys(cell.strength for cell in cells if cell.loras == loras):
+            changed, key = weights if strength else {}, (loras, strength) if by_text else None
+            if key not in embeddings:
+                names = _names(loras)
+                embeddings[key] = encode_with_loras(text_encoder, texts, changed, family.targets, names, strength)
+    return embeddings
 
 
 def _put_in(transformer: nn.Module, network: AdapterNetwork | None, targets: LoraTargets, strength: float) -> None:
