@@ -47,7 +47,7 @@ _ENTRY_KEYS = ("image_path", "caption", "tags", "image_size")  # the last is sd-
 _CAPTIONS = (".txt", ".caption", ".cap", ".tags")
 _OF_TRAINERS = (".npz", ".safetensors", ".json", ".jsonl", ".toml", ".yaml")  # caches, and what describes datasets
 _LABELS = ("-masklabel", "-condlabel")  # OneTrainer's, beside an image: its mask, and what a fill model is shown
-_BY = ("caption_extension", "metadata_file")  # what says which captions are read
+_BY = ("caption_extension", "metadata_file", "image_dir")  # what says which captions are read
 _MOST_NAMED = 3
 _Listing = tuple[Path, dict[str, Stats], dict[str, list[str]]]  # of _list_images
 
@@ -243,7 +243,7 @@ def _note_unused(
     images = list(filter(is_image, files))
     if unused := sorted(set(images) - used):
         warnings.append(f"{where}: {len(unused)} {what} in {folder} belong to no image ({unused[0]}, ...)")
-    if others := left_out(files, images):
+    if others := left_out(files, images, by=_BY[2]):
         warnings.append(f"{where}: in {folder} {others}")
 
 
@@ -541,6 +541,9 @@ def left_out(
         suffix = f".{name.rpartition('.')[2].lower()}"
         if suffix in _CAPTIONS:
             unread = f"captions that are not read; {by} says which are"
+            if by == _BY[2]:
+                reasons["captions, which are read in image_dir alone"].append(name)
+                continue
             reasons[unread if stem(name) in stems else "captions without an image"].append(name)
         elif suffix in IMAGE_SUFFIXES and stem(name).endswith(_LABELS):
             reasons[f"of OneTrainer; conditioning_data_dir = image_dir takes {_LABELS[0]} files as masks"].append(name)

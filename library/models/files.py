@@ -11,12 +11,14 @@ What differs between families is a row, ``FamilyFiles``, in each family's ``file
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from library.config.model_layouts import UNKNOWN, is_lora, pipeline_index, pipeline_of, recognise_below, unsupported
 from library.config.model_types import MODEL_TYPES
+from library.config.published_models import find_published
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family_files import FamilyFiles, Part
@@ -61,6 +63,7 @@ def locate(config: ModelConfig, family: FamilyFiles) -> ModelFiles:
         prefix, arguments = "", _folder_arguments(root, transformer, family)
     else:
         prefix, arguments = file_arguments(WeightFiles(root), family)
+    _refuse_missing(root, config, (family.vae, *family.text_encoders))
     scheduler = root / "scheduler"
     return ModelFiles(
         transformer=transformer,
@@ -75,16 +78,24 @@ def locate(config: ModelConfig, family: FamilyFiles) -> ModelFiles:
     )
 
 
+def _refuse_missing(root: Path, config: ModelConfig, parts: Sequence[Part]) -> None:
+    """Raise a UserError with all ``parts`` that neither an option names nor the model's folder has."""
+    if pipeline_index(root):
+        return
+    missing = [part for part in parts if not getattr(config, part.option) and not (root / part.folder).is_dir()]
+    if missing:
+        needs = ", ".join(part.option for part in missing)
+        files = ", ".join(f"{part.option} to {part.published}" for part in missing)
+        instead = f"; or give {known.hub}, which has all parts" if (known := find_published(str(root))) else ""
+        what = "folder" if root.is_dir() else "file"
+        raise UserError(f"{root}: a transformer {what} needs {needs} beside it; set {files}{instead}")
+
+
 def _part(root: Path, config: ModelConfig, part: Part) -> Path:
     """Return the file or model folder that the option names (of a pipeline's folder its part), or the model's own."""
     value = getattr(config, part.option)
     if not value:
-        if pipeline_index(root) or (root / part.folder).is_dir():
-            return root / part.folder
-        what = "folder" if root.is_dir() else "file"
-        raise UserError(
-            f"{root}: a transformer {what} needs {part.option} beside it; set {part.option} to {part.published}"
-        )
+        return root / part.folder
     path = find_model(value, part.option, part=part.folder)
     return path / part.folder if (path / part.folder).is_dir() else path
 

@@ -27,6 +27,7 @@ from library.config.published_models import Fit, fit, fits
 from library.config.schema import DatasetArguments
 from library.data.config import SubsetSettings, load_dataset_config
 from library.data.file_index import list_folder
+from library.data.lint import refuse_damaged
 from library.data.samples import Sample, scan
 from library.data.sources import captioned
 from library.errors import UserError, printable
@@ -151,9 +152,11 @@ def summarise_dataset(answers: Answers) -> DatasetSummary:
             return line.replace(f"{path}: subset 1", f"{path}").replace(f"{path}", f"--images {answers.images}")
 
         try:
-            found = scan(load_dataset_config(path, defaults, family.conditioning), 0, unit)
+            config = load_dataset_config(path, defaults, family.conditioning)
+            refuse_damaged(config, lambda *_: lambda _: None)
+            found = scan(config, 0, unit)
         except UserError as error:
-            raise UserError(said(str(error))) from None
+            raise UserError(*map(said, str(error).split("\n"))) from None
     samples = [sample for sample in [*found.train, *found.held_out] if not sample.settings.is_reg]
     sides = [(sample.image.size[0] * sample.image.size[1]) ** 0.5 for sample in samples if sample.image.size]
     without = sum(not sample.caption for sample in samples) - len(others)

@@ -406,6 +406,20 @@ def test_what_is_missing_or_does_not_fit_is_one_line(words: list[str], said: str
     assert not (tmp_path / "out").exists()
 
 
+def test_all_damaged_images_are_named_at_once(tmp_path: Path) -> None:
+    for i in range(4):
+        Image.effect_noise((64, 64), 50 + i).save(tmp_path / f"{i}.png")
+    for i in (1, 3):
+        (tmp_path / f"{i}.png").write_bytes((tmp_path / f"{i}.png").read_bytes()[: 2000 * (i - 1)])
+    answers = Answers("style", str(ROOT / "assets/tiny-flux"), "flux", {}, tmp_path, None, None, None, None, tmp_path)
+    with pytest.raises(UserError) as caught:
+        summarise_dataset(answers)
+    assert [line.partition(": ")[0] for line in str(caught.value).split("\n")] == [
+        str(tmp_path / "1.png"),
+        str(tmp_path / "3.png"),
+    ]
+
+
 def test_what_is_there_is_replaced_only_when_asked(tmp_path: Path) -> None:
     write(STYLE, tmp_path)
     (tmp_path / "config.toml").write_text("mine")

@@ -58,6 +58,13 @@ def test_a_state_of_another_base_or_other_text_encoders(base: Path, states: Path
     assert "was trained with text_encoders = " in _refusal(other, tmp_path, **resumed)
 
 
+def test_nothing_to_validate_on_and_too_many_swapped_blocks(base: Path, tmp_path: Path) -> None:
+    said = _refusal(base, tmp_path / "a", save_every_n_steps=1, save_best=True)
+    assert said.startswith("save_best: no images are held out; ")
+    said = _refusal(base, tmp_path / "b", blocks_to_swap=40, gradient_checkpointing=True)
+    assert said.startswith("blocks_to_swap: 40 is more than this model allows; set at most ")
+
+
 def test_a_state_that_is_finished_or_damaged(base: Path, states: Path, tmp_path: Path) -> None:
     state = states / "plain" / "lora-state"
     assert "is at step 2 and the run ends at 2" in _refusal(base, tmp_path, resume=state, max_train_steps=2)
