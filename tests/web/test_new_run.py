@@ -500,6 +500,9 @@ def test_the_demo_is_started_from_the_form_and_the_queue_runs_it(tab: Tab, serve
     metrics = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
     assert [line["step"] for line in metrics if "loss" in line] == [1, 2]
     assert (output / f"&lt;i&gt; it's {size}.safetensors").exists()
+    tab.open("/new")  # the same settings, for another run
+    expect(page.locator("#changed")).to_have_text(containing(f"from-{size} holds a run. Set: output_dir = "))
+    expect(page.locator("#text")).to_have_value(containing(f"/from-{size}-2"))
 
 
 @in_browser

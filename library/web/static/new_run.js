@@ -131,6 +131,7 @@ document.addEventListener("click", (event) => {
   if (!button) return;
   if (button.id === "clear") element("models").open = true, send(restore({ text: "", pretrains: false }), typed = true);
   if (pick) [pretrains.checked, typed] = [false, true];
+  if (button.id === "start") sessionStorage.started = "yes";
   if (changes || pick || button.id === "start") touched ||= typed = true;
   if (changes) send(Object.assign(pending, JSON.parse(changes)));
   else if (pick) send().then(() => send(Object.assign(pending, choose(JSON.parse(pick)))));
@@ -143,4 +144,11 @@ document.addEventListener("click", (event) => {
 document.addEventListener("htmx:after:swap", () =>
   document.querySelector("#message:not(:empty)")?.scrollIntoView({ block: "nearest" }));
 if (!location.search && sessionStorage.draft) restore(JSON.parse(sessionStorage.draft));
-send();
+send().then(() => { // the run that was started from this draft has its folder: the next one gets another
+  if (values.pretrained_model_name_or_path) element("models").open = false;
+  const offer = sessionStorage.started && document.querySelector('#problems [data-changes*="output_dir"]');
+  delete sessionStorage.started;
+  if (!offer) return;
+  offer.click();
+  element("changed").textContent = `${values.output_dir} holds a run. Set: output_dir = ${JSON.parse(offer.dataset.changes).output_dir}.`;
+});
