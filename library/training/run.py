@@ -154,11 +154,8 @@ class Run:
             contents = {f"{key}'s content": content for key, content in task.inputs.contents.items()}
             require_same(task.inputs.settings | contents)
             task.prepare()
-            asked = [key for key in ("save_best", "early_stop_patience") if getattr(self.saving, key)]
-            if asked and not task.validates:
-                raise UserError(
-                    f"{asked[0]}: nothing is held out to validate on; {task.to_hold_out}, or remove {asked[0]}"
-                )
+            if not task.validates:
+                task.refuse_to_validate()
             with agreed("looking for room on the disk"):
                 self._check_room()
         per_epoch = task.batches.batches_per_epoch()

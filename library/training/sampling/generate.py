@@ -63,8 +63,7 @@ def generate_images(
     Args:
         family: the base model.
         cells: what to generate; those of the same LoRAs should follow each other.
-        dtype: of the weights, and of the products when it is a 16-bit one.
-        device: where to compute.
+        dtype, device: where to compute, and in what: weights, and products when it is a 16-bit one.
         console: for what is to be known about model and LoRAs.
         fp8: which weights of the transformer become fp8; what its file has in fp8 stays so.
         sizing: of reference images; by default they get the prompt's width and height.
@@ -78,9 +77,8 @@ def generate_images(
     targets = family.targets
     for lora in dict.fromkeys(lora for cell in cells for lora in cell.loras):
         read_safetensors_header(weight_file(lora.path))  # which says what is wrong with it before anything is loaded
-    if encoders is None:
-        encoders = family.load_image_encoder(dtype, device), family.load_text_encoder(dtype, device)
-    image_encoder, text_encoder = encoders
+    own = encoders or (family.load_image_encoder(dtype, device), family.load_text_encoder(dtype, device))
+    image_encoder, text_encoder = own
     for remark in note_changes(prompts, text_encoder.too_long):
         console.print(f"note: {remark}", soft_wrap=True)
     multiple, blank = image_encoder.pixel_multiple, blank or trained_blank(cells[0].loras)

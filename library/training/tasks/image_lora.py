@@ -234,7 +234,8 @@ class ImageLora(LoraTask):
             )
         todo = dict(painting.missing_of(sets))
         data = self._dataset(painting.pictures_of(sets, todo))
-        self._refuse_nothing_to_validate_on(data)
+        if data.validation is None:  # said before anything is generated or encoded
+            self.refuse_to_validate(sorted(config.validation.model_fields_set) if self.general is None else ())
         self._plan(data, [*todo.values()])
         return painting.paint(sets, config, family, self.base_weights, encoders, self.accelerator, self.console)
 
@@ -461,17 +462,6 @@ class ImageLora(LoraTask):
         self.validates = self.data.validation is not None or self.data.general is not None
         if self.data.validation is not None:
             self.held_out = held_out_loader(self.data.validation, self.plan.config.validation.max_validation_images)
-
-    def _refuse_nothing_to_validate_on(self, data: TrainingData) -> None:
-        """Raise a UserError, before anything is generated or encoded, if validation is asked for without images."""
-        config, saving = self.plan.config.validation, self.plan.config.saving
-        if data.validation is not None:
-            return
-        keys = sorted(config.model_fields_set) if self.general is None else []
-        if keys := keys + [key for key in ("save_best", "early_stop_patience") if getattr(saving, key)]:
-            raise UserError(
-                f"{keys[0]}: no images are held out; set validation_split in the dataset TOML, or remove {keys[0]}"
-            )
 
     def validate(self, step: int) -> dict[str, float]:
         """Return what was learnt of held-out images, and what the LoRA changes on images of general prompts."""

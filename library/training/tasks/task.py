@@ -27,7 +27,7 @@ from library.config.pretrain_schema import LLMTrainingConfig
 from library.config.schema import TrainingConfig
 from library.console import Console
 from library.data.batches import DataParallelRank, MicroStep
-from library.errors import counted
+from library.errors import UserError, counted
 from library.processes import agreed, join
 from library.training.checkpoint.state import AUTO, OutputNames, Position, describe_state, read_position
 from library.training.compiling import compile_blocks, plan_compilation
@@ -89,7 +89,7 @@ class Task(ABC):
     verifies: ClassVar[bool] = True  # what was saved last
     suffix: ClassVar[str] = ""  # of what is saved, a folder without one
     trained: ClassVar[str] = "LoRA"  # what is, in words
-    to_hold_out: ClassVar[str] = "set validation_split"
+    to_hold_out: ClassVar[str] = "set validation_split in the dataset TOML"
 
     plan: Plan[Any]
     transformer: nn.Module
@@ -129,6 +129,13 @@ class Task(ABC):
     def _settled(self, config: Any) -> Any:
         """Return the configuration with the defaults that depend on the state to go on from, and on the device."""
         return config
+
+    def refuse_to_validate(self, keys: Sequence[str] = ()) -> None:
+        """Raise a UserError, as nothing is held out, if one of ``keys`` or what goes by the held-out loss is set."""
+        saving = self.raw_config.saving
+        if asked := [*keys, *(key for key in ("save_best", "early_stop_patience") if getattr(saving, key))]:
+            what = f"{asked[0]}: nothing is held out to validate on"
+            raise UserError(f"{what}; {self.to_hold_out}, or remove {asked[0]}")
 
     def state_settings(self) -> Mapping[str, Any]:
         """Return the settings that a state keeps."""

@@ -116,7 +116,7 @@ DORA, PISSA = COMFY | {"network_type": "dora"}, {"init_lora_weights": "pissa"}
 DISTILLED = {"distill_from": "x", "distill_lora": "y"}
 # settings, and a part of the line that refuses them
 REFUSED: list[tuple[dict[str, object], str]] = [
-    ({"validate_every_n_steps": 2}, "validate_every_n_steps: no images are held out; set validation_split"),
+    ({"validate_every_n_steps": 2}, "validate_every_n_steps: nothing is held out to validate on; set validation_split"),
     ({"resume": "nowhere"}, "resume: nowhere is not a training state"),
     ({"mixed_precision": "fp16"}, "mixed_precision: fp16 needs a GPU"),
     ({"network_weights": "nowhere.safetensors"}, "nowhere.safetensors"),
