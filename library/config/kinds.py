@@ -117,8 +117,11 @@ def model_type_of(values: Mapping[str, Any], ask: Ask | None = None) -> tuple[st
         if ask is None and not kind.is_here:  # who reads the model says so
             return None, lines
         raise UserError(f"nothing tells what kind of model {model} is; give one of {_titles()}, or set model_type")
-    edits = not given and names_key(values.get("dataset_config"), "control_directory")
+    edits = names_key(values.get("dataset_config"), "control_directory")
     found = given or kind.choose(edits)
+    editing = [name for name in kind.likely if MODEL_TYPES[name].conditioning == "references"]
+    if given and edits and editing and given not in editing:
+        lines.append(f'{given} takes no control images, which the dataset has; set model_type = "{editing[0]}"')
     if not given:
         why = ", as the dataset has control images" * (edits and MODEL_TYPES[found].conditioning == "references")
         others = " or ".join(name for name in kind.possible if name != found)

@@ -122,6 +122,15 @@ def test_a_distilled_model_names_what_to_train_and_where_the_lora_is_used(row: A
         assert len(model_type_of(values | {"base_weights": ["a.safetensors"]})[1]) == 1
 
 
+@pytest.mark.parametrize("row", [row for row in published_models() if not row.has_own_layers], ids=lambda row: row.name)
+def test_a_model_that_edits_too_is_set_so_for_a_dataset_with_control_images(row: Any, tmp_path: Path) -> None:
+    (tmp_path / "d.toml").write_text('[[datasets.subsets]]\ncontrol_directory = "x"\n')
+    given, *editing = row.model_types
+    values = {MODEL: row.hub, "model_type": given, "dataset_config": str(tmp_path / "d.toml")}
+    told = [line for line in model_type_of(values)[1] if line.startswith(f"{given} takes no control images")]
+    assert [line.partition("; ")[2] for line in told] == [f'set model_type = "{name}"' for name in editing]
+
+
 def test_an_index_on_the_hub_is_asked_for_a_name_that_the_table_lacks() -> None:
     for name in IMAGE_MODELS:
         found = kind_of("somebody/tuned", lambda asked, name=name: {"_class_name": MODEL_TYPES[name].pipeline})
