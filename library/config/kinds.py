@@ -65,7 +65,7 @@ def kind_of(model: str, ask: Ask | None = None) -> Kind:
         is_here = path.exists()
     if is_here:
         arguments, index = _arguments(path), _index(path)
-    elif ask and not (known and known.hub.lower() == model.lower()):
+    elif ask and not (known and known.hub.lower() == model.lower().rstrip("/")):
         index = dict(ask(model))
     pipeline, names = index.get("_class_name"), known.model_types if known else ()
     if arguments:

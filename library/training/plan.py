@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -143,12 +144,24 @@ def resolve_images(config: TrainConfig, family: Family) -> ImagePlan:
         UserError: as :func:`resolve`; the dataset's file is wrong.
     """
     dataset = load_dataset_config(config.dataset.dataset_config, config.dataset, family.conditioning)
+    _refuse_among_images(Path(config.saving.output_dir), dataset)
     settled = {
         "flow": resolve_sampling(config.flow, family),
         "preservation": resolve_preservation(config.preservation, dataset, family.conditioning),
     }
     plan = resolve(config.model_copy(update=settled), family.targets)
     return ImagePlan(plan.config, plan.dtype, plan.network, dataset)
+
+
+def _refuse_among_images(output: Path, dataset: DatasetConfig) -> None:
+    """Raise a UserError if a run would write its plots and samples where the next one looks for images."""
+    folder = output.expanduser().resolve()
+    for subset in (subset for each in dataset.datasets for subset in each.subsets if subset.metadata_file is None):
+        folders = {path.resolve() for path in (subset.image_dir, *subset.companion_dirs) if path is not None}
+        within = folders.intersection(folder.parents) if subset.settings.recursive else ()
+        if folder in folders or within:
+            why = "holds images of the dataset, among which the run's plots and samples would be"
+            raise UserError(f"output_dir: {output} {why}; choose another folder")
 
 
 def resolve_preservation(

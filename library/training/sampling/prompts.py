@@ -280,6 +280,8 @@ Items = list[tuple[str, "str | Mapping[str, Any]"]]  # where it was found, and a
 def _file_items(path: str | Path, option: str) -> Items:
     read = {".toml": _toml_items, ".json": _json_items}.get(Path(path).suffix.lower(), _text_items)
     with error_prefix(option):
+        if option == "sample_prompts" and " " in str(path) and not Path(path).exists():
+            raise UserError(f'{path}: no such file; prompts themselves stand in a list in the TOML, ["a cat", "a dog"]')
         items = read(str(path))
     if not items:
         raise UserError(f"{option}: {path} holds no prompt; write {_HOW.get(read, 'one a line')}")

@@ -58,6 +58,15 @@ def test_a_state_of_another_base_or_other_text_encoders(base: Path, states: Path
     assert "was trained with text_encoders = " in _refusal(other, tmp_path, **resumed)
 
 
+def test_a_folder_of_the_images_is_no_place_for_a_run(base: Path, tmp_path: Path) -> None:
+    data = write_dataset(tmp_path)
+    (folder,) = {path.parent for path in tmp_path.rglob("*.png")}
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="holds images of the dataset, among which .*; choose another folder"):
+        run(base, data, folder)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_nothing_to_validate_on_and_too_many_swapped_blocks(base: Path, tmp_path: Path) -> None:
     said = _refusal(base, tmp_path / "a", save_every_n_steps=1, save_best=True)
     assert said.startswith("save_best: no images are held out; ")
@@ -121,6 +130,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"mixed_precision": "fp16"}, "mixed_precision: fp16 needs a GPU"),
     ({"network_weights": "nowhere.safetensors"}, "nowhere.safetensors"),
     ({"sample_prompts": "nowhere.txt"}, "sample_prompts: nowhere.txt: no such file"),
+    ({"sample_prompts": "a cat --w 64"}, "a cat --w 64: no such file; prompts themselves stand in a list"),
     ({"pretrained_model_name_or_path": "nowhere"}, "nowhere"),
     ({"dataset_config": "nowhere.toml"}, "nowhere.toml"),
     ({"masked_loss": True}, "masked_loss is set but no subset has masks"),
