@@ -486,11 +486,23 @@ def _migration(site: Site, form: Form) -> Command:
     return words, {source: text}
 
 
+def _trigger_of(dataset: Path) -> str:
+    """Return the first trigger word that a dataset's TOML sets; "" if none does."""
+    tables = read_toml(dataset)[0] if dataset.is_file() else {}
+    parts = [part for part in tables.get("datasets", []) if isinstance(part, dict)]
+    levels = [tables.get("general", {}), *parts, *(each for part in parts for each in part.get("subsets", []))]
+    return next((str(each["trigger_word"]) for each in levels if isinstance(each, dict) and "trigger_word" in each), "")
+
+
 def _suggestion(site: Site, form: Form) -> Command:
     values = _values(site, form, ("pretrained_model_name_or_path", "dataset_config"), MODEL_FILE_KEYS)
     kind, model = str(form.get("kind")), str(values["pretrained_model_name_or_path"])
-    given = {"kind": kind, "model": model, "images": values["dataset_config"], "gpu_memory": form.get("gpu_memory")}
+    card = form.get("gpu_memory") or ("" if cards(3600) else "cpu")
+    given = {"kind": kind, "model": model, "images": values["dataset_config"], "gpu_memory": card}
+    if kind == "subject" and not form.get("class_word"):
+        raise UserError("What it is: is needed for a subject; fill it in, such as person or dog")
     given |= {"class_word": form.get("class_word")} if kind == "subject" else {}
+    values.setdefault("trigger_word", _trigger_of(site.roots.find(str(values["dataset_config"]))))
     taken = ("model_type", *["trigger_word"] * (kind != "edit"), *MODEL_FILE_KEYS * takes_parts(Path(model)))
     flags = given | {key: values.get(key) for key in taken}
     words = [f"--{key}={value}" for key, value in flags.items() if value]

@@ -20,6 +20,8 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("multipart")
 
+from starlette.datastructures import FormData
+
 from library.config.edit import edited
 from library.config.load import checked, load_for, read_arguments
 from library.config.markers import words_of
@@ -31,7 +33,7 @@ from library.files import toml_text
 from library.models.hub import index_on_hub
 from library.web.access import AllowedRoots
 from library.web.jobs import Jobs
-from library.web.new_run import _picker, _refuse_kohyas, examine, form_of, start
+from library.web.new_run import _picker, _refuse_kohyas, _suggestion, examine, form_of, start
 from library.web.site import Site
 from library.web.trainable import _look
 from tests.config.test_edit import valid
@@ -655,6 +657,21 @@ def test_memory_and_dataset_are_looked_at_before_the_start(tab: Tab, server: Ser
     assert page.locator("#data").get_attribute("href") == "/data?dataset=assets%2Fdemo_dataset%2Fdataset.toml"
 
 
+@pytest.mark.parametrize("place", ["[general]", "[[datasets]]", "[[datasets.subsets]]"])
+def test_a_suggestion_takes_the_trigger_word_of_the_dataset_where_the_form_has_none(
+    site: Site, tmp_path: Path, place: str
+) -> None:
+    dataset = write_dataset(tmp_path / "data")
+    text = dataset.read_text()
+    line = f'{place}\ntrigger_word = "ohwx"'
+    dataset.write_text(text.replace(place, line, 1) if place in text else f"{line}\n{text}")
+    model = tiny_flux_pipeline(tmp_path / "flux")
+    form = {"text": f'dataset_config = "{dataset}"\n{MODEL} = "{model}"\n', "kind": "subject", "class_word": "box"}
+    for more, word in (("", "ohwx"), ('trigger_word = "zorbo"\n', "zorbo")):
+        words, _ = _suggestion(site, FormData(form | {"text": form["text"] + more}))
+        assert f"--trigger_word={word}" in words
+
+
 @in_browser
 def test_settings_are_suggested_for_the_forms_model_and_dataset_and_go_into_the_form(tab: Tab, size: str) -> None:
     page = tab.page
@@ -667,9 +684,10 @@ def test_settings_are_suggested_for_the_forms_model_and_dataset_and_go_into_the_
             "dataset_config": "assets/demo_dataset/dataset.toml", "output_name": "mine"}  # fmt: skip
     for key, value in said.items():
         page.locator(f"[data-key={key}]").fill(value)
-    for name, value in {"class_word": "creature", "gpu_memory": "cpu"}.items():
-        page.locator(f"[name={name}]").fill(value)
     suggest.click()
+    expect(page.locator("#message")).to_contain_text("What it is: is needed for a subject")
+    page.locator("[name=class_word]").fill("creature")
+    suggest.click()  # without a card on this machine: for the CPU
     page.locator("#suggest").get_by_role("button", name="Put into the form").click()
     tab.fits()
     expect(page.locator("[data-key=preserve_class]")).to_have_value("creature")
