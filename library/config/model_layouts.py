@@ -80,12 +80,11 @@ def architectures() -> tuple[Architecture, ...]:
     """Return the rows of all families, language models last: a row matches what an earlier one leaves."""
     folders = [*dict.fromkeys(MODEL_TYPES[name].family.split(".")[2] for name in IMAGE_MODELS), "llm"]
     tables = [read_toml(Path(__file__).parents[1] / "models" / folder / "names.toml")[0] for folder in folders]
-    rows = [{"facts": (), **row} for table in tables for row in table["architectures"]]
-    frozen = [
-        row | {k: tuple((*v, None)[:3] if k == "facts" else v for v in row[k]) for k in ("marks", "facts")}
-        for row in rows
-    ]
-    return tuple(Architecture(**row) for row in frozen)
+    rows = [row for table in tables for row in table["architectures"]]
+    facts = [tuple((*fact, None)[:3] for fact in row.get("facts", ())) for row in rows]
+    return tuple(
+        Architecture(**row | {"marks": tuple(row["marks"]), "facts": own}) for row, own in zip(rows, facts, strict=True)
+    )
 
 
 def recognise(names: Collection[str]) -> Architecture:

@@ -49,7 +49,7 @@ from library.training.parallel.parallelize import ParallelSpec, parallelize
 from library.training.parallel.pipeline import Pipeline
 from library.training.parallel.zero import ZeroOptimizer
 from library.training.report.metrics import totals
-from library.training.step_graphs import Capture, CudaCapture, StepGraphs
+from library.training.step_graphs import CudaCapture, StepGraphs
 
 ALONE = MicroStep(1.0, 0, 1, 1, True)  # the only batch of its step
 Loss = Callable[..., tuple[Tensor, Tensor]]  # model, batch, step -> loss [], and values that metrics are means of
@@ -169,7 +169,6 @@ class Engine:
         compute: Callable[[nn.Module, Any], tuple[Tensor, Tensor]],
         note: Callable[[str], None],
         required: bool = False,
-        capture: Capture | None = None,
     ) -> None:
         """Let forward and backward run as CUDA graphs (:mod:`library.training.step_graphs`).
 
@@ -177,7 +176,6 @@ class Engine:
             inputs: batch and step -> what ``compute`` takes, on the device: all that is drawn or comes from the host.
             compute: model and inputs -> what a ``Loss`` returns.
             note, required: of ``StepGraphs``.
-            capture: another way to capture a step than CUDA's.
         """
 
         def step(given: Any, weight: Tensor) -> Tensor:
@@ -186,7 +184,7 @@ class Engine:
             return torch.cat([(loss.detach() * weight)[None], totals(values).flatten()])
 
         self._inputs = inputs
-        self.graphs = StepGraphs(step, self.parameters, capture or CudaCapture(), note, required)
+        self.graphs = StepGraphs(step, self.parameters, CudaCapture(), note, required)
 
     def drop_graphs(self) -> None:
         """Give the memory of captured steps back; they are captured again."""

@@ -300,8 +300,10 @@ def copy_as(path: Path, new: Path) -> None:
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
-    """Show what is in the trash."""
-    return site.page(request, "trash.html", things=trashed(site), jobs=site.jobs.folder)
+    """Show what is in the trash; the jobs of a run that went along are not named."""
+    jobs = site.jobs.folder
+    things = [(each, [path for path in each.origins if not path.is_relative_to(jobs)]) for each in trashed(site)]
+    return site.page(request, "trash.html", things=things)
 
 
 def change(site: Site, request: Request, form: Form) -> Response:

@@ -162,7 +162,7 @@ def _head(figure: Figure, runs: Sequence[Run], subject: str) -> None:
     figure.legend(handles=handles, loc="outside upper left", ncols=across, fontsize=10.5)
 
 
-def _scale(axes: Axes, shown: Sequence[Values], lowest: float, from_zero: bool, margin: float = 0.1) -> None:
+def _scale(axes: Axes, shown: Sequence[Values], lowest: float, from_zero: bool) -> None:
     """Choose an axis and its limits from the values shown: logarithmic over a decade, or linear.
 
     A logarithmic axis does not go below ``lowest``; a linear one begins at 0 with ``from_zero``.
@@ -172,7 +172,7 @@ def _scale(axes: Axes, shown: Sequence[Values], lowest: float, from_zero: bool, 
     positive = values[values > 0]
     if positive.size and positive.max() / positive.min() > 10:
         low, high = math.log10(max(positive.min(), lowest)), math.log10(positive.max())
-        room = margin * max(high - low, 0.3)
+        room = 0.1 * max(high - low, 0.3)
         axes.set_yscale("log")
         axes.set_ylim(10 ** (low - room), 10 ** (high + room))
         if high - low < 2:  # too few powers of ten to read the axis by
@@ -181,7 +181,7 @@ def _scale(axes: Axes, shown: Sequence[Values], lowest: float, from_zero: bool, 
             axes.yaxis.set_minor_formatter(NullFormatter())
         return
     low, high = float(values.min()), float(values.max())
-    room = margin * ((high - low) or abs(high) or 1.0)
+    room = 0.1 * ((high - low) or abs(high) or 1.0)
     axes.set_ylim(0.0 if from_zero and low >= 0 else low - room, high + room)
     axes.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
 
