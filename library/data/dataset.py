@@ -297,13 +297,13 @@ class TrainingData:
                 lines.append(f"  {_describe_subset(subset.written_dir, of_subset)}")
             in_buckets = Counter(key[1] for key in self.train.buckets if key[0] == number)
             for (wide, high), count in sorted(in_buckets.items()):
-                lines.append(f"    {wide:>5} x {high:<5} {count:>7} samples an epoch")
+                lines.append(f"    {wide:>5} x {high:<5} {count:>7} sample{'s' * (count > 1)} an epoch")
             lines += [f"    {self._sizes[number]}"] if number in self._sizes else []
         held_out = len({sample.image.path for sample in (self.validation.samples if self.validation else ())})
         batches = self.batch_sampler().batches_per_epoch()
         lines.append(
             f"{counted(len(self.train), 'sample')} and {counted(batches, 'batch', 'batches')} an epoch, "
-            f"{counted(held_out, 'image')} held out, {counted(len(self.captions()), 'caption')} to encode"
+            f"{counted(held_out, 'image')} held out, {counted(len(self.captions()), 'different caption')}"
         )
         return [*lines, *(f"note: {warning}" for warning in self.warnings)]
 

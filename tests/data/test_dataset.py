@@ -186,7 +186,7 @@ def test_the_summary_counts_what_is_trained(tmp_path: Path) -> None:
         "       80 x 48          3 samples an epoch",
         "    sizes by sd-scripts' rule: 98.4% of the pixels kept in 2 shapes (3 at 64x64, 1 at 80x48); 1 image below 97%, "
         "93.8% at least",
-        "12 samples and 7 batches an epoch, 0 images held out, 4 captions to encode",
+        "12 samples and 7 batches an epoch, 0 images held out, 4 different captions",
     ]
 
 

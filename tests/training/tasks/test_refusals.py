@@ -69,7 +69,7 @@ def test_a_folder_of_the_images_is_no_place_for_a_run(base: Path, tmp_path: Path
 
 def test_nothing_to_validate_on_and_too_many_swapped_blocks(base: Path, tmp_path: Path) -> None:
     said = _refusal(base, tmp_path / "a", save_every_n_steps=1, save_best=True)
-    assert said.startswith("save_best: no images are held out; ")
+    assert said.startswith("save_best: nothing is held out to validate on; ")
     said = _refusal(base, tmp_path / "b", blocks_to_swap=40, gradient_checkpointing=True)
     assert said.startswith("blocks_to_swap: 40 is more than this model allows; set at most ")
 
