@@ -215,17 +215,21 @@ class Jobs:
             discard(job.folder)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Have the jobs that name a path, or one below it, name another one instead."""
+        """Have the jobs that name a path, or one below it, name another one instead; so do their forms and pictures."""
 
-        def renamed(word: str) -> str:
-            path = Path(word)
-            return str(new / path.relative_to(old)) if path.is_relative_to(old) else word
+        def renamed(value: Any, cwd: str) -> Any:
+            if isinstance(value, dict):
+                return {key: renamed(each, cwd) for key, each in value.items()}
+            if isinstance(value, list):
+                return [renamed(each, cwd) for each in value]
+            path = Path(cwd, value) if isinstance(value, str) and len(Path(value).parts) > 1 else Path()  # no word
+            return str(new / path.relative_to(old)) if path.is_relative_to(old) else value
 
         for job in self.all():
-            record = job.read("job.json")
-            changed = {"output": renamed(job.output), "words": [*map(renamed, job.words)]}
-            if record != record | changed:
-                write_text(job.folder / "job.json", json.dumps(record | changed))
+            for name in ("job.json", "asked.json", "grid.json"):
+                record = job.read(name)
+                if record != (changed := renamed(record, job.cwd)):
+                    write_text(job.folder / name, json.dumps(changed))
 
     def _read(self, name: str) -> Job | None:
         with suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):

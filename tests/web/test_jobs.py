@@ -239,3 +239,20 @@ def test_of_pages_that_begin_the_same_run_at_once_one_may(jobs: Jobs, monkeypatc
     assert sum("uses this folder" in answer for answer in answers) == 14
     assert sorted(job.output for job in jobs.all()) == ["one", "two"]
     assert {entry.name for entry in jobs.folder.iterdir()} == {job.id for job in jobs.all()}  # no rest of the refused
+
+
+def test_a_jobs_form_and_pictures_follow_a_folder_that_is_renamed(tmp_path: Path) -> None:
+    jobs, old, new = Jobs(tmp_path / ".tandem"), tmp_path / "runs/anna", tmp_path / "runs/bo"
+    form = {
+        "lora": f"{old}/a.safetensors",
+        "prompts": "anna",
+        "of another": f"{old}-2/a.safetensors",
+        "steps": [1, None],
+    }
+    files = {"asked.json": json.dumps({"form": form}), "grid.json": json.dumps({"images": [[f"{old}/grid/a.png"]]})}
+    added = jobs.add("generate", "anna", ["-c", "pass", str(old)], files=files)
+    jobs.rename(old, new)
+    job = jobs.get(added.id)
+    assert (job.title, job.words[-1]) == ("anna", str(new))
+    assert job.read("asked.json") == {"form": form | {"lora": f"{new}/a.safetensors"}}
+    assert job.read("grid.json") == {"images": [[f"{new}/grid/a.png"]]}

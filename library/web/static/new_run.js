@@ -132,6 +132,7 @@ document.addEventListener("click", (event) => {
   if (button.id === "clear") element("models").open = true, send(restore({ text: "", pretrains: false }), typed = true);
   if (pick) [pretrains.checked, typed] = [false, true];
   if (button.id === "start") sessionStorage.started = "yes";
+  if ("settled" in button.dataset) element("message").replaceChildren(); // what was refused before
   if (changes || pick || button.id === "start") touched ||= typed = true;
   if (changes) send(Object.assign(pending, JSON.parse(changes)));
   else if (pick) send().then(() => send(Object.assign(pending, choose(JSON.parse(pick)))));
