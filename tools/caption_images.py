@@ -54,7 +54,7 @@ from library.data.caption_edit import Journal, Text, edited, read
 from library.data.config import Subset, SubsetSettings, load_dataset_config
 from library.data.file_index import list_folder
 from library.data.images import decode
-from library.data.sources import captioned, is_image, uncaptioned
+from library.data.sources import is_image, uncaptioned, usual_extension
 from library.files import read_bytes, write_text
 from library.models.captioner import Captioner
 from library.training.report.progress import duration
@@ -93,13 +93,6 @@ def subsets_of(dataset: Path) -> list[Subset]:
     return with_files
 
 
-def usual_extension(folder: Path) -> tuple[str, set[str]]:
-    """Return the extension of most captions in a folder of images, and the images that have one of another alone."""
-    by_ending = captioned(list_folder(folder))
-    usual = max(by_ending, key=lambda suffix: len(by_ending[suffix]))
-    return usual, set[str]().union(*by_ending.values()) - by_ending[usual]
-
-
 def tasks_of(dataset: Path, replace: bool, written: Mapping[str, str]) -> list[Task]:
     """Return the images whose caption has no words, or all; of those that share a file, one.
 
@@ -111,10 +104,8 @@ def tasks_of(dataset: Path, replace: bool, written: Mapping[str, str]) -> list[T
             found.setdefault(file.resolve(), Task(image, file.resolve(), read(file), subset.settings))
     usual, others = usual_extension(dataset) if dataset.is_dir() and not replace else ("", set[str]())
     if others:
-        print(
-            f"note: left out, as most captions are {usual} files and theirs are not: {names_in_short(sorted(others))}; "
-            f"rename those captions, or caption all images anew with --all"
-        )
+        why = f"note: left out, as most captions are {usual} files and theirs are not"
+        print(f"{why}: {names_in_short(sorted(others))}; rename those captions, or caption all images with --all")
     found = {file: task for file, task in found.items() if task.image.name not in others}
     tasks = [task for task in found.values() if replace or task.old.why or not task.old.shown.strip()]
     return [task for task in tasks if task.old.raw is None or written.get(str(task.file)) != task.old.raw]

@@ -241,9 +241,8 @@ def grid(options: argparse.Namespace) -> list[Path]:
             advance(1)
     titles = [f"{now:g}: {prompt.prompt[:24]}" for prompt, now in columns]
     write_sheet(to / "grid.png", titles, [(step.about, [*row]) for step, row in zip(steps, rows, strict=True)])
-    print(
-        f"{to / 'grid.png'}: {counted(len(columns), 'image')} of each of", *(step.about for step in steps), sep="\n  "
-    )
+    made_of = f"{to / 'grid.png'}: {counted(len(columns), 'image')} of each of"
+    print(made_of, *(step.about for step in steps), sep="\n  ")
     return [*(path for row in rows for path in row), to / "grid.png"]
 
 

@@ -153,8 +153,6 @@ def main() -> None:
     if missing := found.without_caption:
         command = suggestion.captioner(answered.images)
         print(f"note: {missing} without a caption; write them, or have a model write them: {command}")
-    if not distilled and any(word in Path(answered.model).name.lower() for word in ("turbo", "schnell")):
-        print("note: a distilled model; train on its base where there is one (docs/distilled.md)")
     print(f"start: .venv/bin/python train_lora.py --config_file {answered.save_to / 'config.toml'}")
 
 

@@ -315,6 +315,13 @@ def captioned(files: Collection[str]) -> dict[str, set[str]]:
     return {suffix: set(captions_beside(files, suffix)) for suffix in _CAPTIONS}
 
 
+def usual_extension(folder: Path) -> tuple[str, set[str]]:
+    """Return the extension of most captions in a folder of images, and the images that have one of another alone."""
+    by_ending = captioned(list_folder(folder))
+    usual = max(by_ending, key=lambda suffix: len(by_ending[suffix]))
+    return usual, set[str]().union(*by_ending.values()) - by_ending[usual]
+
+
 def _alike(wanted: Collection[str], there: Collection[str]) -> dict[str, list[str]]:
     """Return which of the names ``there`` each of the ``wanted`` means.
 
@@ -541,10 +548,8 @@ def left_out(
         suffix = f".{name.rpartition('.')[2].lower()}"
         if suffix in _CAPTIONS:
             unread = f"captions that are not read; {by} says which are"
-            if by == _BY[2]:
-                reasons["captions, which are read in image_dir alone"].append(name)
-                continue
-            reasons[unread if stem(name) in stems else "captions without an image"].append(name)
+            unread = unread if by != _BY[2] else "captions, which are read in image_dir alone"
+            reasons[unread if stem(name) in stems or by == _BY[2] else "captions without an image"].append(name)
         elif suffix in IMAGE_SUFFIXES and stem(name).endswith(_LABELS):
             reasons[f"of OneTrainer; conditioning_data_dir = image_dir takes {_LABELS[0]} files as masks"].append(name)
         elif suffix in IMAGE_SUFFIXES:

@@ -80,10 +80,8 @@ def locate(config: ModelConfig, family: FamilyFiles) -> ModelFiles:
 
 def _refuse_missing(root: Path, config: ModelConfig, parts: Sequence[Part]) -> None:
     """Raise a UserError with all ``parts`` that neither an option names nor the model's folder has."""
-    if pipeline_index(root):
-        return
     missing = [part for part in parts if not getattr(config, part.option) and not (root / part.folder).is_dir()]
-    if missing:
+    if missing and not pipeline_index(root):
         needs = ", ".join(part.option for part in missing)
         files = ", ".join(f"{part.option} to {part.published}" for part in missing)
         instead = f"; or give {known.hub}, which has all parts" if (known := find_published(str(root))) else ""

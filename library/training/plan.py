@@ -158,8 +158,7 @@ def _refuse_among_images(output: Path, dataset: DatasetConfig) -> None:
     folder = output.expanduser().resolve()
     for subset in (subset for each in dataset.datasets for subset in each.subsets if subset.metadata_file is None):
         folders = {path.resolve() for path in (subset.image_dir, *subset.companion_dirs) if path is not None}
-        within = folders.intersection(folder.parents) if subset.settings.recursive else ()
-        if folder in folders or within:
+        if folders.intersection([folder, *(folder.parents if subset.settings.recursive else ())]):
             why = "holds images of the dataset, among which the run's plots and samples would be"
             raise UserError(f"output_dir: {output} {why}; choose another folder")
 

@@ -26,10 +26,9 @@ from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.published_models import Fit, fit, fits
 from library.config.schema import DatasetArguments
 from library.data.config import SubsetSettings, load_dataset_config
-from library.data.file_index import list_folder
 from library.data.lint import refuse_damaged
 from library.data.samples import Sample, scan
-from library.data.sources import captioned
+from library.data.sources import usual_extension
 from library.errors import UserError, printable
 from library.files import read_toml, toml_text
 from library.models.captioner import CAPTIONERS
@@ -137,9 +136,7 @@ def summarise_dataset(answers: Answers) -> DatasetSummary:
     unit = MODEL_TYPES[answers.model_type].pixel_multiple
     with tempfile.TemporaryDirectory() as scratch:
         if path.is_dir():
-            by_ending = captioned(list_folder(path))
-            ending = max(by_ending, key=lambda suffix: len(by_ending[suffix]))
-            others = set[str]().union(*by_ending.values()) - by_ending[ending]
+            ending, others = usual_extension(path)
             subset: dict[str, object] = {"image_dir": str(path.resolve()), "class_tokens": ""}
             subset |= {"caption_extension": ending, "multiline_captions": True}
             if answers.controls:
