@@ -106,8 +106,8 @@ def tasks_of(dataset: Path, replace: bool, written: Mapping[str, str]) -> list[T
     if others:
         why = f"note: left out, as most captions are {usual} files and theirs are not"
         print(f"{why}: {names_in_short(sorted(others))}; rename those captions, or caption all images with --all")
-    found = {file: task for file, task in found.items() if task.image.name not in others}
-    tasks = [task for task in found.values() if replace or task.old.why or not task.old.shown.strip()]
+    left = [task for task in found.values() if task.image.name not in others]
+    tasks = [task for task in left if replace or task.old.why or not task.old.shown.strip()]
     return [task for task in tasks if task.old.raw is None or written.get(str(task.file)) != task.old.raw]
 
 

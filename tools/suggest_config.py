@@ -151,8 +151,7 @@ def main() -> None:
         print(f"first     {painted}")
     print(*(f"note: {line}" for line in found.notes), sep="\n", end="\n" * bool(found.notes))
     if missing := found.without_caption:
-        command = suggestion.captioner(answered.images)
-        print(f"note: {missing} without a caption; write them, or have a model write them: {command}")
+        print(f"note: {missing} without a caption; write them, or run: {suggestion.captioner(answered.images)}")
     print(f"start: .venv/bin/python train_lora.py --config_file {answered.save_to / 'config.toml'}")
 
 

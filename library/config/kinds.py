@@ -151,11 +151,10 @@ def refuse_no_model(model: str) -> None:
         raise UserError(
             f"{model}: a LoRA, not a base model; give it as network_weights, and the model that it was trained on here"
         )
-    if other := unsupported(names):
-        raise UserError(f"{model}: a {other} checkpoint, which is not trained here; give one of {_titles()}")
-    if (found := recognise_below(names)[1]) is not UNKNOWN:
-        article = "an" if found.name[0] in "aeiou" else "a"
-        raise UserError(f"{model}: {article} {found.name}, not a transformer; give that of one of {_titles()}")
+    other, found = unsupported(names), recognise_below(names)[1]
+    if what := f"{other} checkpoint" if other else found.name * (found is not UNKNOWN):
+        article = "an" if what[0] in "aeiou" else "a"
+        raise UserError(f"{model}: {article} {what}; give a transformer of one of {_titles()}")
 
 
 def _titles() -> str:

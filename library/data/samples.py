@@ -206,10 +206,7 @@ def scan(
             result.sizes[number] = describe_sizes(buckets, [*filter(None, used)])
     if chosen := {sample.image.path for sample in result.held_out if sample.settings.validation_split == "auto"}:
         known = chosen.union(sample.image.path for sample in result.listed if not sample.settings.is_reg)
-        verb = "is" if len(chosen) == 1 else "are"
-        line = (
-            f"{len(chosen)} of {len(known)} images {verb} held out to validate on; validation_split = 0 trains on all"
-        )
+        line = f"{len(chosen)} of {len(known)} images held out to validate on; validation_split = 0 trains on all"
         result.unused.append(f"{config.path}: {line}")
     elif any(one.settings.validation_split == "auto" for each in config.datasets for one in each.subsets):
         why = f"no subset has {LEAST_TO_HOLD_OUT} images; 0.2 holds out a fifth"

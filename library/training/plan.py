@@ -159,8 +159,7 @@ def _refuse_among_images(output: Path, dataset: DatasetConfig) -> None:
     for subset in (subset for each in dataset.datasets for subset in each.subsets if subset.metadata_file is None):
         folders = {path.resolve() for path in (subset.image_dir, *subset.companion_dirs) if path is not None}
         if folders.intersection([folder, *(folder.parents if subset.settings.recursive else ())]):
-            why = "holds images of the dataset, among which the run's plots and samples would be"
-            raise UserError(f"output_dir: {output} {why}; choose another folder")
+            raise UserError(f"output_dir: {output} holds images of the dataset, no place for plots; choose another")
 
 
 def resolve_preservation(

@@ -28,13 +28,7 @@ from library.files import atomic_folder
 from library.folder_lock import FolderLock
 from library.processes import agreed, from_all_processes
 from library.training.checkpoint.hub import build_upload
-from library.training.checkpoint.output_folder import (
-    keep_other_run,
-    refuse_kept,
-    refuse_to_overwrite,
-    same_name_beside,
-    try_writing,
-)
+from library.training.checkpoint.output_folder import refuse_kept, refuse_to_overwrite, same_name_beside, try_writing
 from library.training.checkpoint.saving import CheckpointWriter, Write, fallback_folder, remove_old
 from library.training.checkpoint.state import (
     AUTO,
@@ -53,6 +47,7 @@ from library.training.optim.after_update import UpdateNorms
 from library.training.report.metrics import MetricsStream, peak_memory_bytes, write_config
 from library.training.report.plots import plot_runs
 from library.training.report.progress import SAMPLING, TrainingProgress, duration, shown_path
+from library.training.report.run_folder import keep_other_run
 from library.training.run_inputs import RunInputs, changes_since, contents_of, require_same, settings_of
 from library.training.signals import NOTHING, SignalHandler, StopRequest, interruptible, resume_hint
 from library.training.tasks.task import Sampler, Task

@@ -93,9 +93,9 @@ def test_what_is_no_model_is_named_with_what_to_give(tmp_path: Path) -> None:
         (tmp_path / "x.safetensors", ".*a damaged one; download or convert"),
         (tmp_path / "empty", "nothing tells what kind of model .* give one of FLUX.1, .*or set model_type"),
         (tmp_path / "lokr.safetensors", ".*: a LoRA, not a base model"),
-        (tmp_path / "xl.safetensors", ".*: a Stable Diffusion or SDXL checkpoint, .*give one of FLUX.1"),
-        (parts.ae, ".*: an image autoencoder, .*not a transformer; give that of one of FLUX.1"),
-        (parts.t5xxl, ".*: a T5 encoder, not a transformer"),
+        (tmp_path / "xl.safetensors", ".*: a Stable Diffusion or SDXL checkpoint; give a transformer of one of FLUX.1"),
+        (parts.ae, ".*: an image autoencoder, .*; give a transformer of one of FLUX.1"),
+        (parts.t5xxl, ".*: a T5 encoder; give a transformer of one of"),
         (tmp_path, r".*: a folder of files, .*give one of them \(lokr.safetensors, "),
     ):
         with pytest.raises(UserError, match=words):

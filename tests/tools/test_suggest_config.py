@@ -265,7 +265,7 @@ def test_missing_captions_are_made_of_the_words_or_by_a_command(tmp_path: Path, 
     assert '\n# caption_command = "my_captioner {image}"\n' in (folder / "config.toml").read_text()
     command = f"python tools/caption_images.py {tmp_path / 'images'} --model Qwen/Qwen3-VL-2B-Instruct"
     assert f"\n#     {command}\n" in (folder / "config.toml").read_text()
-    assert f"16 without a caption; write them, or have a model write them: {command}\n" in capsys.readouterr().out
+    assert f"16 without a caption; write them, or run: {command}\n" in capsys.readouterr().out
 
 
 ENDINGS = (".txt", ".caption", ".cap", ".CAPTION", None)

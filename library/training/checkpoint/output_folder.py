@@ -23,11 +23,10 @@ from pydantic import BaseModel
 
 from library.config.markers import SAME_RESULT, options
 from library.errors import UserError
-from library.files import rename
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import without_folders
 from library.training.checkpoint.state import OutputNames
-from library.training.report.run_folder import KEPT, header_of, output_name
+from library.training.report.run_folder import KEPT, header_of
 
 SETTINGS = "tandem.settings"  # in the metadata of what a run ends with
 # Sections of what is not of the LoRA: what is written, shown and looked at, and where the work is done.
@@ -78,19 +77,6 @@ def same_name_beside(weights: Path) -> Path | None:
         others = (each / weights.name for each in sorted(folder.parent.iterdir()) if each != folder)
         return next((path for path in others if path.exists()), None)
     return None
-
-
-def keep_other_run(folder: Path, name: str) -> str:
-    """Rename what the run ``name`` would replace of another run in ``folder``; return a line that says so, or ""."""
-    if (other := output_name(folder)) == name or not (folder / "metrics.jsonl").is_file():
-        return ""
-    kept = list[str]()
-    for old in (folder / name for name in ("metrics.jsonl", "config.toml", "samples")):
-        tries = (old.with_name(f"{old.stem}.{other}{f'-{n}' * (n > 1)}{old.suffix}") for n in range(1, 10_000))
-        if old.exists() and (new := next((path for path in tries if not path.exists()), None)):
-            rename(old, new)
-            kept.append(new.name)
-    return f"{folder} holds the run {other}, of which {', '.join(kept)} are kept; give each run its own output_dir"
 
 
 def lasting_settings(config: BaseModel) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
+from itertools import count
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from library.config.model_types import LANGUAGE_MODELS
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
-from library.files import parse_toml
+from library.files import parse_toml, rename
 from library.training.report.metrics_file import parse_line
 from library.training.report.progress import PREPARING
 
@@ -189,6 +190,18 @@ def _validations(file: Path) -> dict[int, dict[str, float]]:
 def output_name(folder: Path) -> str:
     """Return the name of what the run in ``folder`` ends with, without its ending."""
     return str(settings_of(folder).get("output_name", "lora"))
+
+
+def keep_other_run(folder: Path, name: str) -> str:
+    """Rename what the run ``name`` would replace of another run in ``folder``; return a line that says so, or ""."""
+    if (other := output_name(folder)) == name or not (folder / "metrics.jsonl").is_file():
+        return ""
+    kept = [folder / name for name in ("metrics.jsonl", "config.toml", "samples") if (folder / name).exists()]
+    for old in kept:
+        tries = (old.with_name(f"{old.stem}.{other}{f'-{n}' * (n > 1)}{old.suffix}") for n in count(1))
+        rename(old, next(path for path in tries if not path.exists()))
+    names = ", ".join(path.name for path in kept)
+    return f"{folder} holds the run {other}: its {names} are kept with .{other} in their names; give each run a folder"
 
 
 def own_names(folder: Path) -> re.Pattern[str]:
