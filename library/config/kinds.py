@@ -140,9 +140,7 @@ def refuse_no_model(model: str) -> None:
     """Raise a UserError if what is no model of ours is a damaged file, a LoRA, another model or a folder of files."""
     path = Path(model).expanduser()
     if path.is_dir() and (files := sorted(one.name for one in path.iterdir() if one.name.endswith(FILE_ENDINGS))):
-        raise UserError(
-            f"{model}: a folder of files, no diffusers pipeline; give one of them ({names_in_short(files)})"
-        )
+        raise UserError(f"{model}: a folder, no diffusers pipeline; give one of its files ({names_in_short(files)})")
     if not path.is_file():
         return
     if not (names := _shapes(path)):

@@ -406,10 +406,8 @@ def _dreambooth_subsets(key: str, folder: Path, written: Path) -> list[dict[str,
             subset: dict[str, Any] = {"image_dir": str(written / path.name), "num_repeats": int(repeats)}
             subsets.append(subset | ({"class_tokens": name} if name else {}))
     if not subsets:
-        named = (
-            "'10_name class'; rename the image folders so, or give a dataset TOML (tools/suggest_config.py writes it)"
-        )
-        raise UserError(f"{folder}: holds no folder named like {named}")
+        named = "'10_name class'; rename the image folders so, or give a dataset TOML"
+        raise UserError(f"{folder}: holds no folder named like {named} (tools/suggest_config.py writes one)")
     return subsets
 
 

@@ -96,7 +96,7 @@ def test_what_is_no_model_is_named_with_what_to_give(tmp_path: Path) -> None:
         (tmp_path / "xl.safetensors", ".*: a Stable Diffusion or SDXL checkpoint; give a transformer of one of FLUX.1"),
         (parts.ae, ".*: an image autoencoder, .*; give a transformer of one of FLUX.1"),
         (parts.t5xxl, ".*: a T5 encoder; give a transformer of one of"),
-        (tmp_path, r".*: a folder of files, .*give one of them \(lokr.safetensors, "),
+        (tmp_path, r".*: a folder, no diffusers pipeline; give one of its files \(lokr.safetensors, "),
     ):
         with pytest.raises(UserError, match=words):
             model_type_of({MODEL: str(path)})
