@@ -23,9 +23,6 @@ os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # the s
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the hub fails at once instead of waiting for it
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of compiler processes beside each test process
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what it starts in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # else runs that are started here would not hear Ctrl-C
-
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
@@ -39,8 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup() -> None:
     """Let each test begin as a process does.
 
-    accelerate refuses a run of other precision than the one before it, dynamo more than eight variants of one function.
+    accelerate refuses a run of other precision than the one before it, dynamo more than eight variants of one function,
+    and a script that was interrupted leaves a second Ctrl-C to the system.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
     if state := sys.modules.get("accelerate.state"):

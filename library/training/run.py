@@ -423,7 +423,7 @@ class Run:
         self.task.preparation.begin(SAMPLING)
         with self._deployed_weights("sampling"):
             together = is_model_parallel(self.engine.accelerator)  # then no process may stop alone
-            stopping = None if together else (lambda: self.requests.asks_to_stop)
+            stopping = None if together else self.requests.asks_to_stop
             with agreed("sampling", partial(self.writer.leave_out, "sampling")):
                 if self.engine.accelerator.is_main_process or together:
                     sampler.sample(self.task.transformer, step, stopping)

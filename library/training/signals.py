@@ -120,10 +120,12 @@ class SignalHandler:
         """Whether a signal arrived at this process."""
         return bool(self._signal)
 
-    @property
     def asks_to_stop(self) -> bool:
-        """Whether a signal arrived at this process, or the file lies there."""
-        return self.signalled or (self._folder / "STOP").exists()
+        """Return whether a signal arrived at this process, or the file lies there, which :meth:`poll` then finds."""
+        if (self._folder / "STOP").exists():
+            self._files_checked_at = float("-inf")
+            return True
+        return self.signalled
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from library.training.report.run_folder import (
     mtime,
     newest_metrics,
     object_in,
+    output_name,
     samples_of,
     script_of,
     settings_of,
@@ -86,7 +87,7 @@ def run_status(site: Site, folder: Path, job: Job | None) -> RunStatus:
     elif (folder / HOLDER).exists() or error:  # killed, or nobody has seen how its job ended
         state, error = "lost", error or "It was killed, or the machine went down."
     else:
-        name = str(settings.get("output_name", "lora"))
+        name = output_name(folder)
         made = max(mtime(folder / f"{name}.safetensors"), mtime(folder / name))
         state = "done" if (made and made >= wrote - 5) or (total and step >= total) else "stopped"
     requests = {

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
+from library.config.model_layouts import is_lora
 from library.errors import UserError
-from library.models.inspection import Component, components, is_lora, weight_sets
+from library.models.inspection import Component, components, weight_sets
 from library.safetensors_io import read_entries
 from tests.tiny import (
     bfl_state_dict,

@@ -189,12 +189,14 @@ def _validations(file: Path) -> dict[int, dict[str, float]]:
 
 def output_name(folder: Path) -> str:
     """Return the name of what the run in ``folder`` ends with, without its ending."""
-    return str(settings_of(folder).get("output_name", "lora"))
+    settings = settings_of(folder)
+    return str(settings.get("output_name", defaults_of(script_of(settings))["output_name"]))
 
 
 def keep_other_run(folder: Path, name: str) -> str:
     """Rename what the run ``name`` would replace of another run in ``folder``; return a line that says so, or ""."""
-    if (other := output_name(folder)) == name or not (folder / "metrics.jsonl").is_file():
+    has_run = settings_of(folder) and (folder / "metrics.jsonl").is_file()
+    if not has_run or (other := output_name(folder)) == name:
         return ""
     kept = [folder / name for name in ("metrics.jsonl", "config.toml", "samples") if (folder / name).exists()]
     for old in kept:

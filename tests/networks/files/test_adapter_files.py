@@ -126,7 +126,7 @@ def test_a_plain_lora_is_no_other_kind_and_the_reverse(mixed_lora, tmp_path: Pat
     ("changes", "message"),
     [
         ({"network_dim": 4}, "network_dim as in the file"),
-        ({"network_type": "lokr"}, "is a LoHa, here it is a LoKr and 39 more; set network_type"),
+        ({"network_type": "lokr"}, "is a LoHa, here it is a LoKr, and 39 other layers likewise; set network_type"),
         ({"network_args": ["train_single_block_indices=0"]}, "not trained here: single_transformer_blocks.1"),
     ],
 )

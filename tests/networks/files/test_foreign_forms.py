@@ -17,10 +17,10 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from library.config.model_layouts import is_lora
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.flux2.files import FLUX2_TARGETS
-from library.models.inspection import is_lora
 from library.models.layer_names import LoraTargets
 from networks.files.adapters import load_adapter, load_lora
 from networks.files.inspection import inspect_lora
