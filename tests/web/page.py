@@ -179,6 +179,7 @@ class Tab:
 
     def fits(self) -> None:
         """Assert that nothing sticks out at the side: the page itself does not scroll sideways."""
+        self.page.wait_for_load_state()  # a click on a page that is only half there does nothing
         over = self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert over <= 0, f"{self.page.url}: {over} pixels too wide"
 
