@@ -173,6 +173,7 @@ def test_tab_goes_to_the_next_caption(server: Server, tab: Tab) -> None:
     names = [image["name"] for image in look_of(page)["images"]]
     area(page, names[0]).focus()
     for name in names[1:4]:
+        expect(area(page, name)).to_be_visible()  # its chunk may not have been filled yet
         page.keyboard.press("Tab")
         expect(area(page, name)).to_be_focused()
 
