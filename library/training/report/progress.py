@@ -129,9 +129,11 @@ class Preparation:
         if is_later:
             self.folder, self.steps = folder, {}
             self._write(0.0, name=name)
-        yield
-        if is_later:
-            self.end()
+        try:
+            yield
+        finally:
+            if is_later:
+                self.end()
 
     def end(self) -> None:
         """Take the list away: the first step was taken, or there will be none."""
