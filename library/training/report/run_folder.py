@@ -15,7 +15,6 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
-from itertools import count
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -198,10 +197,9 @@ def keep_other_run(folder: Path, name: str) -> str:
     has_run = settings_of(folder) and (folder / "metrics.jsonl").is_file()
     if not has_run or (other := output_name(folder)) == name:
         return ""
-    kept = [folder / name for name in ("metrics.jsonl", "config.toml", "samples") if (folder / name).exists()]
+    kept = [path for path in (folder / "metrics.jsonl", folder / "config.toml", folder / "samples") if path.exists()]
     for old in kept:
-        tries = (old.with_name(f"{old.stem}.{other}{f'-{n}' * (n > 1)}{old.suffix}") for n in count(1))
-        rename(old, next(path for path in tries if not path.exists()))
+        rename(old, free_name(old.with_name(f"{old.stem}.{other}{old.suffix}")))
     names = ", ".join(path.name for path in kept)
     return f"{folder} holds the run {other}: its {names} are kept with .{other} in their names; give each run a folder"
 
@@ -213,7 +211,7 @@ def own_names(folder: Path) -> re.Pattern[str]:
 
 def free_name(path: Path, taken: Sequence[Path] = ()) -> Path:
     """Return ``path``, or with the first number behind its name that nothing has."""
-    ending = ".safetensors" if path.suffix == ".safetensors" else ""
+    ending = path.suffix if path.suffix in (".safetensors", ".jsonl", ".toml") else ""  # else a dot of the name
     stem = path.name.removesuffix(ending)
     tries = (path if n == 1 else path.with_name(f"{stem}-{n}{ending}") for n in range(1, 10_000))
     return next(each for each in tries if not os.path.lexists(each) and each not in taken)
