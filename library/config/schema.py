@@ -64,10 +64,12 @@ LASTING_PARTS = {"network_args": _lasting_arguments, "text_encoder_lr": _trained
 
 LORAS = OnlyFor(("images", "chats"), "is for LoRAs, whose files carry metadata; remove it")
 IMAGES = OnlyFor(("images",), "is about image models, this is a language model; remove it")
-# Schedules that end lower than they began.
-DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex", "warmup_stable_decay", "inverse_sqrt")
+# Schedules whose decay ends, and all that end lower than they began.
+ENDING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex", "warmup_stable_decay")
+DECAYING = (*ENDING, "inverse_sqrt")
 Scheduler = Literal[("constant", "constant_with_warmup", *DECAYING)]  # type: ignore[valid-type]
-WarmUp = Annotated[StepsOrShare, OnlyWith(lr_scheduler=("constant_with_warmup", *DECAYING))]
+_WARMING = OnlyWith(lr_scheduler=("constant_with_warmup", *DECAYING))
+WarmUp = Annotated[StepsOrShare, _WARMING]
 LeastRate = Annotated[Fraction, OnlyWith(lr_scheduler=DECAYING)]
 _NAME_GROWS = 72  # bytes: "-step00000000-state", and what a file is called while it is written (library.files)
 _CHECKPOINTED = OnlyWith(gradient_checkpointing=True)
@@ -384,8 +386,13 @@ class OptimizerConfig(Section):
     max_grad_norm: NotNegative = Field(1.0, description="gradient norm to clip at; 0 for no clipping")
     lr_scheduler: Scheduler = Field("constant", description="learning rate schedule")
     lr_warmup_steps: WarmUp = Field(0, description="warm-up in optimizer steps, or as a fraction of all")
-    lr_decay_steps: Annotated[StepsOrShare, OnlyWith(lr_scheduler=("warmup_stable_decay",))] = Field(
-        0, description="decay of warmup_stable_decay in optimizer steps, or as a fraction of all"
+    lr_warmup_start_ratio: Annotated[Fraction, _WARMING, OnlyWith(lr_warmup_steps=True)] = Field(
+        0.0, description="rate from which the warm-up rises, as a share of lr"
+    )
+    lr_decay_steps: Annotated[StepsOrShare, OnlyWith(lr_scheduler=ENDING)] = Field(
+        0,
+        description="length of the decay in optimizer steps, or as a fraction of all: the last steps for "
+        "warmup_stable_decay; for the others the steps after the warm-up, then the floor holds (0: to the end)",
     )
     lr_scheduler_num_cycles: Annotated[Positive, OnlyWith(lr_scheduler=("cosine_with_restarts",))] = Field(
         1, description="restarts of cosine_with_restarts"

@@ -393,6 +393,15 @@ def test_ranks_of_a_file_that_is_not_given_are_refused(module: str) -> None:
     assert "dim_from_weights: has no effect without network_weights, the file to take ranks from" in _problem(argv)
 
 
+def test_a_length_of_decay_means_there_what_it_means_here_or_nothing() -> None:
+    kohyas = [*KOHYA, "--lr_decay_steps", "10%", "--lr_scheduler"]
+    assert _loaded([*kohyas, "warmup_stable_decay"])[0]["lr_decay_steps"] == pytest.approx(0.1)
+    given, notes = _loaded([*kohyas, "cosine"])
+    assert "lr_decay_steps" not in given
+    assert notes["lr_decay_steps"] == "left out: has no effect there without warmup_stable_decay"
+    assert _loaded([*PLAIN, "--lr_decay_steps", "9", "--lr_scheduler", "cosine"])[0]["lr_decay_steps"] == 9
+
+
 def test_what_kohyas_trainers_stop_at_is_refused_too() -> None:
     problem = _problem([*KOHYA, "--lr_scheduler", "constant", "--lr_warmup_steps", "100"])
     assert 'lr_warmup_steps: has no effect with lr_scheduler = "constant"' in problem

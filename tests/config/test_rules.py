@@ -220,7 +220,8 @@ def test_settings_without_effect_are_named_with_the_remedy() -> None:
     for settings, message in (
         (COSINE | {"lr_scheduler_power": 2.0}, 'with lr_scheduler = "cosine" (it goes with polynomial); remove it'),
         ({"lr_scheduler_min_lr_ratio": 0.1}, 'has no effect with lr_scheduler = "constant"'),
-        (COSINE | {"lr_decay_steps": 9}, 'lr_decay_steps: has no effect with lr_scheduler = "cosine"'),
+        ({"lr_scheduler": "inverse_sqrt", "lr_decay_steps": 9}, 'no effect with lr_scheduler = "inverse_sqrt"'),
+        (COSINE | {"lr_warmup_start_ratio": 0.1}, "lr_warmup_start_ratio: has no effect without lr_warmup_steps"),
         ({"lr_warmup_steps": 10}, "(it goes with constant_with_warmup, linear, "),
         ({"lr_scheduler": "constant_with_warmup"}, "needs lr_warmup_steps above 0; set it or choose 'constant'"),
         ({"lr_scheduler": "warmup_stable_decay"}, "needs lr_decay_steps above 0"),
@@ -241,6 +242,7 @@ def test_settings_that_work_are_let_through() -> None:
         {},
         COSINE | {"lr_scheduler_power": 1.0, "lr_scheduler_num_cycles": 1, "lr_decay_steps": 0},
         {"lr_scheduler": "warmup_stable_decay", "lr_warmup_steps": 0.1, "lr_decay_steps": 0.2},
+        COSINE | {"lr_warmup_steps": 9, "lr_warmup_start_ratio": 0.1, "lr_decay_steps": 100},
         {"optimizer_type": "AdamWScheduleFree"},
         COSINE | no_averages,
         RELATIVE | {"optimizer_args": ["relative_step=False"], "learning_rate": 1e-3},

@@ -242,6 +242,8 @@ def _schedule(result: Translation, known: Known) -> None:
             except ValueError:
                 continue  # the schema says what it expected
             result.note(key, "changed", f"{text} is {result.values[key]:g}")
+    if result.tool and "lr_decay_steps" in result.values and result.values.get("lr_scheduler") != "warmup_stable_decay":
+        result.leave_out("lr_decay_steps", "has no effect there without warmup_stable_decay")
     if result.tool == "musubi-tuner" and result.values.get("lr_scheduler") == "rex":
         result.values.setdefault("lr_scheduler_min_lr_ratio", 0.01)  # RexLR's there
         result.note("lr_scheduler", "note", "rex falls as in its paper, z / (0.5 + 0.5 z); there z / (0.1 + 0.9 z)")

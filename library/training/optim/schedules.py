@@ -3,11 +3,12 @@
 Steps are optimizer steps, counted from 0, and know nothing of processes or accumulation: step the schedule
 once after each optimizer step, not through accelerate's wrapper (which steps it once per process).
 
-With W warm-up steps out of T, and p = (step - W) / (T - W) after them, the multiplier is (f is the floor,
-``lr_scheduler_min_lr_ratio``, towards which shape(p) is squeezed: f + (1 - f) shape(p)):
+With W warm-up steps out of T and p = min(1, (step - W) / D) after them, the multiplier is (f is the floor,
+``lr_scheduler_min_lr_ratio``, towards which shape(p) is squeezed: f + (1 - f) shape(p); D is ``lr_decay_steps``, T - W
+by default, as ``lr_decay_iters`` of nanoGPT, which counts the warm-up too; s is ``lr_warmup_start_ratio``):
 
 ==========================  =============================================================================
-warm-up                     (step + 1) / W, for step < W
+warm-up                     s + (1 - s) (step + 1) / W, for step < W
 constant, ..._with_warmup   1
 linear                      1 - p
 cosine                      (1 + cos(pi p)) / 2, Loshchilov and Hutter 2016, arXiv 1608.03983
@@ -78,8 +79,9 @@ def lr_multiplier(config: OptimizerConfig, step: int, total_steps: int) -> float
         return 1.0
     warmup = resolve_steps(config.lr_warmup_steps, total_steps)
     if step < warmup:
-        return (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return config.lr_warmup_start_ratio + (1.0 - config.lr_warmup_start_ratio) * (step + 1) / warmup
+    decay = resolve_steps(config.lr_decay_steps, total_steps) or total_steps - warmup
+    progress = min(1.0, (step - warmup) / max(1, decay))
     floor = config.lr_scheduler_min_lr_ratio
     return floor + (1.0 - floor) * _shape(config, progress, step, total_steps)
 
@@ -122,7 +124,7 @@ def _half_cosine(progress: float) -> float:
 
 def _check_lengths(config: OptimizerConfig, total_steps: int) -> None:
     warmup = resolve_steps(config.lr_warmup_steps, total_steps)
-    decay = resolve_steps(config.lr_decay_steps, total_steps) if config.lr_scheduler == "warmup_stable_decay" else 0
+    decay = resolve_steps(config.lr_decay_steps, total_steps)
     if config.lr_scheduler == "constant" or warmup + decay == 0:
         return
     if warmup >= total_steps:

@@ -84,15 +84,46 @@ def test_rex_follows_its_paper() -> None:
 
 @pytest.mark.parametrize("scheduler", ["linear", "cosine", "polynomial", "rex", "warmup_stable_decay"])
 def test_decaying_schedules_rise_then_fall_from_one_to_their_floor(scheduler: str) -> None:
-    rates = multipliers(
-        total=1000, lr_scheduler=scheduler, lr_warmup_steps=100, lr_decay_steps=300, lr_scheduler_min_lr_ratio=0.25
-    )
+    last = {"lr_decay_steps": 300} if scheduler == "warmup_stable_decay" else {}
+    rates = multipliers(total=1000, lr_scheduler=scheduler, lr_warmup_steps=100, lr_scheduler_min_lr_ratio=0.25, **last)
     assert rates[99] == rates[100] == 1.0
     assert all(later > earlier for earlier, later in pairwise(rates[:100]))
     assert all(later <= earlier for earlier, later in pairwise(rates[100:]))
     assert 0.25 < rates[-1] < 0.26  # the last step is one short of the floor
-    config = OptimizerConfig(lr_scheduler=scheduler, lr_scheduler_min_lr_ratio=0.25, lr_decay_steps=300)
+    config = OptimizerConfig(lr_scheduler=scheduler, lr_scheduler_min_lr_ratio=0.25, **last)
     assert lr_multiplier(config, 1000, 1000) == lr_multiplier(config, 5000, 1000) == 0.25
+
+
+@pytest.mark.parametrize(("warmup", "decay", "floor"), [(7, 20, 0.1), (0, 33, 0.0), (7, 53, 0.25), (1, 1, 0.5)])
+def test_a_cosine_that_ends_before_the_run_equals_torchs_and_holds_its_floor(
+    warmup: int, decay: int, floor: float
+) -> None:
+    def theirs(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, decay, eta_min=floor * LR)
+
+    rates = multipliers(
+        lr_scheduler="cosine", lr_warmup_steps=warmup, lr_decay_steps=decay, lr_scheduler_min_lr_ratio=floor
+    )
+    # torch goes from rate to rate, and upwards again behind the end
+    assert rates[warmup : warmup + decay] == pytest.approx(rates_of(theirs, decay), abs=1e-9)
+    assert rates[warmup + decay :] == pytest.approx([floor] * (TOTAL - warmup - decay), abs=1e-12)
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine", "cosine_with_restarts", "polynomial", "rex"])
+def test_a_shorter_decay_is_that_of_a_shorter_run(scheduler: str) -> None:
+    settings = {"lr_scheduler": scheduler, "lr_warmup_steps": 5, "lr_scheduler_min_lr_ratio": 0.2}
+    rates = multipliers(lr_decay_steps=0.25, **settings)  # 15 of 60
+    assert rates[:20] == multipliers(total=20, **settings)
+    assert rates[20:] == pytest.approx([0.2] * 40, abs=1e-12)
+
+
+@pytest.mark.parametrize("start", [0.0, 0.1, 1.0])
+def test_a_warmup_rises_from_its_start_rate_as_torchs_does(start: float) -> None:
+    def theirs(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LinearLR(optimizer, start or 1e-12, total_iters=WARMUP)
+
+    rates = multipliers(lr_scheduler="constant_with_warmup", lr_warmup_steps=WARMUP, lr_warmup_start_ratio=start)
+    assert rates[: TOTAL - 1] == pytest.approx(rates_of(theirs)[1:], abs=1e-9)  # ours leads by a step
 
 
 def test_steps_may_be_a_fraction_of_all() -> None:
@@ -103,7 +134,7 @@ def test_steps_may_be_a_fraction_of_all() -> None:
 
 
 def test_a_resumed_schedule_goes_on_where_it_was() -> None:
-    config = OptimizerConfig(lr_scheduler="cosine", lr_warmup_steps=3)
+    config = OptimizerConfig(lr_scheduler="cosine", lr_warmup_steps=3, lr_decay_steps=9, lr_warmup_start_ratio=0.2)
 
     def start() -> tuple[torch.optim.Optimizer, LambdaLR]:
         optimizer = build_optimizer(config, [{"params": [nn.Parameter(torch.zeros(1))]}], full_bf16=False)
@@ -134,6 +165,7 @@ def test_a_resumed_schedule_goes_on_where_it_was() -> None:
             {"lr_scheduler": "warmup_stable_decay", "lr_warmup_steps": 40, "lr_decay_steps": 0.5},
             "40 warm-up and 30 decay steps exceed the run's 60; lower one of them or train longer",
         ),
+        ({"lr_scheduler": "cosine", "lr_decay_steps": 61}, "0 warm-up and 61 decay steps exceed the run's 60; lower"),
     ],
 )
 def test_phases_that_do_not_fit_into_the_run_are_refused(settings: dict[str, Any], message: str) -> None:
