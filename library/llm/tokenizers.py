@@ -105,6 +105,12 @@ class Tokenizer(ABC):
         """Return what stands before a text's own tokens: the first token, where texts do not end with it too."""
         return [] if self.bos in (None, self.eos) else [self.bos]
 
+    def has_same_tokens(self, other: Tokenizer) -> bool:
+        """Return whether each number means the same to ``other``."""
+        if self.vocab_size != other.vocab_size or self.special != other.special:
+            return False
+        return all(self.decode([number]) == other.decode([number]) for number in range(self.vocab_size))
+
     def fingerprint(self) -> str:
         """Return 32 hex digits that follow from what each number means and which numbers a text gets.
 

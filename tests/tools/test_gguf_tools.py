@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -33,8 +35,8 @@ def convert(models: Path, save_to: Path) -> None:
     printed(convert_llm, "--model", models / "talker.gguf", "--save_to", save_to, "--save_precision", "fp32")
 
 
-def in_gguf(folder: Path, path: Path, kind: str = "Q8_0") -> Path:
-    """Write the chat model in ``folder`` as GGUF, its tokenizer too."""
+def in_gguf(folder: Path, path: Path, kind: str = "Q8_0", changes: Mapping[str, Any] = MappingProxyType({})) -> Path:
+    """Write the chat model in ``folder`` as GGUF, its tokenizer too; ``changes`` are further metadata."""
     tokenizer = load_tokenizer(folder)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     said = json.loads(tokenizer.inner.to_str())
@@ -50,7 +52,7 @@ def in_gguf(folder: Path, path: Path, kind: str = "Q8_0") -> Path:
         "tokenizer.ggml.eos_token_id": tokenizer.special["<|eot_id|>"],
         "tokenizer.chat_template": TEMPLATE,
     }
-    write_model(path, LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), kind, more)
+    write_model(path, LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), kind, more | dict(changes))
     return path
 
 

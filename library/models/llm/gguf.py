@@ -74,7 +74,7 @@ def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
     fixed |= {"no_rope": fourth_blocks(layers)} if kind == "smollm3" else {}
     if kind == "llama" and (window := value("attention.sliding_window", 0)):
         fixed |= {"kind": "mistral", "window": window}
-    tokens = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", *_ENDS)}
+    tokens = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "padding", *_ENDS)}
     return LMConfig(
         **{
             "attention_bias": f"{attention}.q_proj.bias" in weights,
@@ -98,6 +98,7 @@ def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
             file, kind, metadata.get(f"{kind}.rope.scaling.type"), value, weights, (head_dim, theta, context)
         ),
         bos=tokens.pop("bos"),
+        pad=tokens.pop("padding"),
         eos=tuple(dict.fromkeys(number for number in tokens.values() if number is not None)),
     )
 

@@ -43,7 +43,7 @@ class LMConfig:
         qk_norm: heads of queries and keys are normed before they are turned.
         window: a token sees itself and so many before it, less one; None: all.
         kind: transformers' ``model_type``, a row of ``KINDS``; default: the family.
-        bos, eos: tokens that begin and end a text, for the configuration file.
+        bos, eos, pad: tokens that begin and end a text, and that fill up a row, for the configuration file.
         padded_vocab_size: rows of embedding and head; above ``vocab_size`` the rest are never targets.
     """
 
@@ -70,6 +70,7 @@ class LMConfig:
     padded_vocab_size: int = 0
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    pad: int | None = None
 
     def __post_init__(self) -> None:
         """Check what the blocks take for granted."""
@@ -213,9 +214,13 @@ def config_from_hf(values: Mapping[str, Any]) -> LMConfig:
         config = _gpt2_from_hf(values) if kind == "gpt2" else _llama_from_hf(values, KINDS[kind])
     except KeyError as error:
         raise UserError(f"config.json: {error} is missing; download the model again") from None
-    eos = values.get("eos_token_id")
-    ends = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    return replace(config, bos=values.get("bos_token_id"), eos=ends)
+    eos = as_tokens(values.get("eos_token_id"))
+    return replace(config, bos=values.get("bos_token_id"), eos=eos, pad=values.get("pad_token_id"))
+
+
+def as_tokens(value: int | list[int] | None) -> tuple[int, ...]:
+    """Return what a configuration says of ``eos_token_id``: nothing, a token, or a list of them."""
+    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
 
 def _fields(values: Mapping[str, Any], names: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
@@ -299,9 +304,7 @@ def _expect(values: Mapping[str, Any], **wanted: Any) -> None:
 
 def config_to_hf(config: LMConfig) -> dict[str, Any]:
     """Return ``config.json`` for transformers; padding rows are not part of it."""
-    # said even where there are none: transformers would take the numbers of the first Llama
-    eos = list(config.eos) if len(config.eos) > 1 else next(iter(config.eos), None)
-    values: dict[str, Any] = {"bos_token_id": config.bos, "eos_token_id": eos}
+    values = special_to_hf(config)
     kind = KINDS[config.kind]
     names = NAMES["config"][config.family] | kind.keys
     values |= {hf: getattr(config, ours) for hf, ours in names.items()}
@@ -311,10 +314,18 @@ def config_to_hf(config: LMConfig) -> dict[str, Any]:
     values |= {"hidden_act": "silu", "rope_theta": config.rope_theta}
     if config.kind == "smollm3":
         values["no_rope_layers"] = [int(i not in config.no_rope) for i in range(config.layers)]
-        values["pad_token_id"] = None  # its own would lie beyond a small vocabulary
     if config.rope_scaling is not None:
         values["rope_scaling"] = _scaling_to_hf(config.rope_scaling)
     return values
+
+
+def special_to_hf(config: LMConfig) -> dict[str, Any]:
+    """Return the tokens that begin, end and fill up, as ``config.json`` and ``generation_config.json`` have them.
+
+    They are said even where there are none: transformers would take the numbers of the family's first model.
+    """
+    eos = list(config.eos) if len(config.eos) > 1 else next(iter(config.eos), None)
+    return {"bos_token_id": config.bos, "eos_token_id": eos, "pad_token_id": config.pad}
 
 
 _SCALING_FIELDS: dict[type[RopeScaling], tuple[str, tuple[str, ...]]] = {  # transformers' rope_type and names, in order

@@ -13,8 +13,8 @@ so it lowers the figure as it lowers the speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from math import ceil, exp
@@ -33,9 +33,9 @@ from library.config.schema import TrainingConfig
 from library.data.batches import DataParallelRank
 from library.errors import UserError
 from library.files import read_toml
+from library.llm.conversion import read_generation_config, read_text_files, with_ends, write_text_files
 from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
 from library.llm.tokenizer_files import load_tokenizer
-from library.llm.tokenizers import Tokenizer
 from library.models.hub import find_model
 from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM
@@ -72,6 +72,8 @@ class Pretraining(Task):
 
     Attributes:
         shards, tokenizer: of the corpus.
+        text_files, generation_config: what is saved beside the weights (``library.llm.conversion``).
+        keeps_tokens: whether the corpus was made with the tokenizer of ``init_from``.
         context: tokens of a window.
         held_out: the corpus's documents to validate on.
     """
@@ -85,6 +87,8 @@ class Pretraining(Task):
     plan: PretrainPlan
     transformer: TransformerLM
     batches: TokenBatches
+    generation_config: Mapping[str, Any] = {}
+    keeps_tokens: bool = False
 
     def __init__(self, config: PretrainConfig) -> None:
         self.plan = resolve_pretraining(config)
@@ -106,12 +110,29 @@ class Pretraining(Task):
         self.state = state
         self.shards = TokenShards(self.plan.config.data.data_dir, "train")
         self.tokenizer = load_tokenizer(self.plan.config.data.data_dir)
+        self._read_published()
         self.resume_keys = resume_keys(self.plan.config) | {TOKENIZER: self.tokenizer.fingerprint()}
+
+    def _read_published(self) -> None:
+        """Read what is saved beside the weights: what was published with ``init_from``, if the corpus is its tokens."""
+        source, given = Path(self.plan.config.data.data_dir), self.plan.config.model.init_from
+        if given is not None:
+            folder = find_model(given, "init_from", is_pipeline=False)
+            with suppress(UserError):  # it has no tokenizer, or one that is not read
+                self.keeps_tokens = load_tokenizer(folder).has_same_tokens(self.tokenizer)
+            if self.keeps_tokens:
+                source, self.generation_config = folder, read_generation_config(folder)
+            else:
+                line = f"note: the corpus was not made with the tokenizer of {given}: the corpus's is saved, and no "
+                self.console.print(f"{line}chat template", soft_wrap=True)
+        self.text_files = read_text_files(source)
 
     def prepare(self) -> None:
         config, training, accelerator = self.plan.config, self.plan.config.training, self.accelerator
         self.transformer = model = build_model(config, self.shards.vocab_size, self._loaded_to())
-        name_ends(model, self.tokenizer)
+        own = model.config if self.keeps_tokens else replace(model.config, bos=None, eos=(), pad=None)
+        ends = [] if self.tokenizer.eos is None else [self.tokenizer.eos]
+        model.config = with_ends(own, self.tokenizer, ends)
         self._plan_batches(config.model.context or model.config.context)
         self._find_held_out()
         self.console.print(
@@ -201,7 +222,7 @@ class Pretraining(Task):
     def save(self, path: Path, position: Position) -> None:
         settings = {SETTINGS: describe_settings(self.raw_config)}
         export_hf(self.transformer, path, _DTYPES[self.plan.config.saving.save_precision], self._deployed, settings)
-        self.tokenizer.save(path)
+        write_text_files(path, self.text_files, self.generation_config, self.transformer.config)
 
     @contextmanager
     def gathered(self, with_state: bool) -> Iterator[None]:
@@ -276,12 +297,6 @@ def build_model(config: PretrainConfig, vocab_size: int, device: torch.device) -
         raise UserError(f"context: {context} is more than the model's {model.config.context} positions; lower it")
     recompute_blocks(model, model.config.layers, config.training, device)
     return model.train()
-
-
-def name_ends(model: TransformerLM, tokenizer: Tokenizer) -> None:
-    """Let the model's configuration say which tokens begin and end a text."""
-    eos = () if tokenizer.eos is None else (tokenizer.eos,)
-    model.config = replace(model.config, bos=tokenizer.bos, eos=eos)
 
 
 def fresh_config(config: LLMModelConfig, vocab_size: int) -> LMConfig:
