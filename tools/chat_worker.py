@@ -115,11 +115,12 @@ class LoadedModel:
         self.lora_path, self._network, template = None, None, self._template
         self.conversation.forget_cache()
         if path is not None:
-            if trained_with := template_of(Path(path)):
+            trained_with, arguments = template_of(Path(path))
+            if trained_with:
                 config, folder = self.model.config, Path(self.model_path)
-                template = load_prompt_template(trained_with, template.tokenizer, folder, config.eos)
+                template = load_prompt_template(trained_with, template.tokenizer, folder, config.eos, arguments)
             self._network, self.lora_path = put_lora_on(self.model, path), path
-        if template.name != self.conversation.template.name:
+        if template is not self.conversation.template:
             self.conversation = ChatSession(self.model.config, template)
 
 

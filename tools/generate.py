@@ -45,7 +45,13 @@ from library.config.rules import model_conflicts
 from library.config.schema import DatasetArguments, ModelConfig, PrecisionConfig
 from library.errors import UserError, counted, error_prefix, exit_on_user_error
 from library.files import read_text, write_text
-from library.llm.chat_templates import CHAT_TEMPLATES, PromptTemplate, TextTemplate, load_chat_template
+from library.llm.chat_templates import (
+    CHAT_TEMPLATES,
+    PromptTemplate,
+    TextTemplate,
+    load_chat_template,
+    template_arguments,
+)
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer
 from library.models.hub import find_model
@@ -142,8 +148,11 @@ def _add_text_command(commands: Any) -> None:
     what.add_argument("--from_file", metavar="FILE", help="a prompt a line")
     what.add_argument("--chat", action="store_true", help="prompts are messages, in a chat template")
     what.add_argument(
-        "--chat_template", choices=CHAT_TEMPLATES, help="of --chat; default: as --lora was trained with, else auto"
+        "--chat_template",
+        metavar="NAME",
+        help=f"of --chat: {', '.join(CHAT_TEMPLATES)}, or a Jinja file; default: as --lora was trained with, else auto",
     )
+    what.add_argument("--chat_template_args", nargs="+", default=[], metavar="NAME=VALUE", help="enable_thinking=false")
     what.add_argument("--system", metavar="TEXT", help="system message of --chat")
     add_sampling(sub)
     sub.add_argument("--save_to", type=Path, metavar="FILE", help="write prompts and texts as jsonl")
@@ -349,13 +358,16 @@ def read_template(
 ) -> PromptTemplate:
     """Return the template of --chat: as asked, as the LoRA was trained with, or what fits; of text without --chat."""
     if not options.chat:
-        if options.chat_template:
-            raise UserError("--chat_template: has no effect without --chat; add it")
+        for name in ("chat_template", "chat_template_args"):
+            if getattr(options, name):
+                raise UserError(f"--{name}: has no effect without --chat; add it")
         return TextTemplate(tokenizer)
     from library.training.tasks.chat_lora import template_of
 
-    name = options.chat_template or (template_of(lora.path) if lora else None) or "auto"
-    return load_chat_template(name, tokenizer, options.tokenizer or folder)
+    stored, arguments = template_of(lora.path) if lora else (None, {})
+    arguments |= template_arguments(options.chat_template_args)
+    name = options.chat_template or stored or "auto"
+    return load_chat_template(name, tokenizer, options.tokenizer or folder, arguments)
 
 
 def read_text_prompts(options: argparse.Namespace) -> list[str]:

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 def merge_into_lora(options: argparse.Namespace) -> str:
     """Merge the LoRAs into one; return what became of them, in a line."""
-    from library.training.tasks.chat_lora import TEMPLATE
+    from library.training.tasks.chat_lora import TEMPLATE, TEMPLATE_ARGUMENTS
     from networks.files.detection import load_loras
     from networks.files.writing import SavedAs, save_derived_lora
     from networks.merging.low_rank import join_loras
@@ -84,7 +84,7 @@ def merge_into_lora(options: argparse.Namespace) -> str:
     lasting = ("modelspec.architecture", "modelspec.implementation", "ss_network_module", "ss_base_model_version")
     metadata = {key: value for key, value in files[0].metadata.items() if key in lasting}
     metadata |= {"modelspec.title": options.save_to.stem, "ss_output_name": options.save_to.stem}
-    for key in ("tandem.base_fingerprint", TEMPLATE):
+    for key in ("tandem.base_fingerprint", TEMPLATE, TEMPLATE_ARGUMENTS):
         values = {file.metadata.get(key) for file in files}
         if len(values) == 1 and (value := values.pop()):
             metadata[key] = value
@@ -99,7 +99,7 @@ def merge_into_lora(options: argparse.Namespace) -> str:
 
 def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
     """Merge the LoRAs into ``--model``; return what became of it, in a line."""
-    from library.llm.chat_templates import BUILT_IN, write_jinja_template
+    from library.llm.chat_templates import write_jinja_template
     from library.training.tasks.chat_lora import template_of
     from networks.merging.merge import merge_language_model, merge_loras
 
@@ -111,10 +111,10 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
         report = merge_loras(*given, options.transformer_only)
     for note in report.notes:
         print(f"note: {note}")
-    template = template_of(options.lora[0].path) if targets.own_names else None
-    if template in BUILT_IN and options.save_to.is_dir():
+    template = template_of(options.lora[0].path)[0] if targets.own_names else None
+    if template not in (None, "tokenizer") and options.save_to.is_dir():
         file = write_jinja_template(template, options.save_to)
-        print(f"note: it was taught in the template {template}, which {file} tells other programs")
+        print(f"note: it was taught in the template that {file} tells other programs")
     changed = f"{report.changed} of {counted(report.written, 'tensor')} changed"
     return f"{options.save_to}: {changed} by {counted(len(options.lora), 'LoRA')}"
 

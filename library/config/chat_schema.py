@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from library.config.markers import MUST_MATCH, Batch, Fraction, NotNegative, OnlyWith, Positive, Section, Size
+from library.config.markers import MUST_MATCH, Batch, Fraction, NotNegative, OnlyWith, Pairs, Positive, Section, Size
 from library.config.model_types import LANGUAGE_MODELS
 from library.config.schema import (
     SAMPLED,
@@ -59,10 +59,13 @@ class ChatDataConfig(Section):
     validation_split: Annotated[Fraction, MUST_MATCH] = Field(
         0.0, description="share of train_data to validate on instead; follows seed"
     )
-    chat_template: Annotated[Literal["auto", "tokenizer", "llama3", "llama2", "chatml", "plain"], MUST_MATCH] = Field(
+    chat_template: Annotated[str, MUST_MATCH] = Field(
         "auto",
         description="how conversations are formatted; tokenizer: as published with it; auto: that, if there is one, "
-        "else the built-in one whose special tokens it has",
+        "else the one of llama3, chatml, llama2, plain whose special tokens it has; or a Jinja file",
+    )
+    chat_template_args: Annotated[Pairs, MUST_MATCH] = Field(
+        [], description="name=value pairs for the template, enable_thinking=false"
     )
     system_prompt: str | None = Field(None, description="system message of conversations that have none")
     train_on: Annotated[Literal["assistant", "all"], MUST_MATCH] = Field(

@@ -84,7 +84,15 @@ IMAGE_MODELS = tuple(name for name, row in MODEL_TYPES.items() if not row.is_lan
 MODEL_FILE_KEYS = tuple(dict.fromkeys(key for row in MODEL_TYPES.values() for key in (*row.files, *row.tokenizers)))
 PATHS = {  # options and keys of datasets that name files or folders
     *("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "network_weights", "base_weights", "tokenizer", "init_from"),
-    *("dataset_config", "cache_directory", "train_data", "validation_data", "data_dir", "sample_prompts"),
+    *(
+        "dataset_config",
+        "cache_directory",
+        "train_data",
+        "validation_data",
+        "data_dir",
+        "sample_prompts",
+        "chat_template",
+    ),
     *("resume", "output_dir", "logging_dir", "save_fallback_dir", "sample_model"),
     *("distill_from", "distill_lora", "distill_cache", "preserve_prompts", "general_prompts"),
     *("image_dir", "metadata_file", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"),

@@ -10,7 +10,9 @@ A record's shape is told by its keys; files are ``.jsonl`` (one a line), ``.json
     prompt and completion      {"prompt": ..., "completion": ...}; or prompt/response, question/answer, query/response;
                                both may be lists of messages
 
-A message with ``"weight": 0`` (OpenAI's) is context and not trained on. Keys that nothing reads are named.
+A message with ``"weight": 0`` (OpenAI's) or ``"train": false`` (axolotl's) is context and not trained on. ``tools``
+belong to a record, ``tool_calls`` and ``reasoning_content`` to a message; ``function_call`` and ``functions`` are older
+names. Calls and tools may be JSON in a text: chat templates want them as objects. Keys that nothing reads are named.
 
 Packed, a window holds several chats, the fullest fit first (best-fit decreasing); each has its own positions and sees
 nothing of the others (``library.nn.attention.document_mask``). Otherwise a window is one chat, and batches are made of
@@ -37,6 +39,7 @@ from torch import Tensor
 from library.data.batches import ALL, DataParallelRank, PlannedBatchSampler, TensorBatch
 from library.errors import UserError, did_you_mean, names_in_short
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text
+from library.llm.chat_targets import encode_chat
 from library.llm.chat_templates import ChatTemplate, Message
 from library.llm.documents import named_files, read_parquet, require_pyarrow
 from library.nn.cross_entropy import IGNORED
@@ -45,14 +48,16 @@ from library.randomness import derive_seed
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant", "function_call"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "function_response"), "tool"),
 }
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("query", "response"))
 _LISTS = ("messages", "conversations", "conversation")
 _ALPACA = ("instruction", "input", "output", "history")
-_MESSAGE = ("role", "from", "content", "value", "weight")
+_MORE = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")  # templates read these
+_MESSAGE = ("role", "from", "content", "value", "weight", "train", "function_call", *_MORE)
+_TOOLS = ("tools", "functions")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})  # as tables have what a row lacks
 _SHAPES = "messages, conversations, instruction and output, or prompt and completion"
 _POOL = 50  # batches whose chats are sorted by length together: similar lengths, yet another order each epoch
@@ -67,12 +72,14 @@ class Chat:
         trained: for each whether it is trained on; only the assistant's are.
         where: "file:line", for messages.
         unread: keys that hold something and that nothing reads, a message's after "message: ".
+        tools: JSON schemas of the functions that may be called.
     """
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]
     where: str
     unread: tuple[str, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def read_chats(paths: Sequence[str | Path]) -> list[Chat]:
@@ -103,19 +110,20 @@ def parse_chat(record: Any, where: str) -> Chat:
         raise UserError(f"{where}: has {keys}, which is no known shape; a record has {_SHAPES}")
     if isinstance(record.get("system"), str) and record["system"] and not _begins_with_system(turns):
         turns, read = [{"role": "system", "content": record["system"]}, *turns], [*read, "system"]
+    tools, read = _tools(record, where), [*read, *_TOOLS]
     messages = [_message(turn, where) for turn in turns]
     if not any(is_trained for _, is_trained in messages):
         raise UserError(f"{where}: the assistant says nothing to train on; remove the record")
     unread = [str(key) for key, value in record.items() if key not in read and value not in _EMPTY]
     unread += dict.fromkeys(f"message: {key}" for turn in turns for key in _unread_of(turn))
     trained = tuple(is_trained for _, is_trained in messages)
-    return Chat(tuple(message for message, _ in messages), trained, where, tuple(unread))
+    return Chat(tuple(message for message, _ in messages), trained, where, tuple(unread), tools)
 
 
 def note_unread(chats: Sequence[Chat]) -> list[str]:
     """Return a note on the keys of records and messages that nothing reads, if there are any."""
     counts = Counter(key for chat in chats for key in chat.unread)
-    known = (*_LISTS, *_ALPACA, "system", *chain(*_PAIRS), *(f"message: {key}" for key in _MESSAGE))
+    known = (*_LISTS, *_ALPACA, *_TOOLS, "system", *chain(*_PAIRS), *(f"message: {key}" for key in _MESSAGE))
     said = [f"{key!r} ({n} of {len(chats)}){did_you_mean(key, known)}" for key, n in counts.items()]
     return [f"note: keys that are not trained on: {names_in_short(said, 20)}"] if said else []
 
@@ -143,8 +151,8 @@ def _begins_with_system(turns: Sequence[Any]) -> bool:
 
 def _unread_of(turn: Mapping[str, Any]) -> list[str]:
     """Return the keys of a message that hold something and that nothing reads."""
-    read = {"role" if "role" in turn else "from", "content" if "content" in turn else "value"}
-    read |= {"weight"} if turn.get("weight") in (0, 1) else set()  # a message counts, or it does not
+    read = {"role" if "role" in turn else "from", "content" if "content" in turn else "value", "function_call", *_MORE}
+    read |= {key for key in ("weight", "train") if turn.get(key) in (0, 1)}  # a message counts, or it does not
     return [str(key) for key, value in turn.items() if key not in read and value not in _EMPTY]
 
 
@@ -159,9 +167,49 @@ def _message(turn: Any, where: str) -> tuple[Message, bool]:
     if isinstance(content, list | tuple):  # OpenAI's parts
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = None if None in parts else "".join(map(str, parts))
-    if not isinstance(content, str):
+    more = {key: turn[key] for key in _MORE if turn.get(key) not in _EMPTY}
+    calls = content if str(name).lower() == "function_call" else turn.get("function_call") or more.get("tool_calls")
+    if calls:
+        more["tool_calls"] = _calls(calls, where)
+        content = None if calls is content else content
+    if not (isinstance(content, str) or (content is None and (calls or "reasoning_content" in more))):
         raise UserError(f"{where}: a message of {name} holds no text; only text can be trained on, remove the record")
-    return Message(role, content), role == "assistant" and bool(content.strip()) and turn.get("weight", 1) != 0
+    counts = 0 not in (turn.get("weight", 1), turn.get("train", 1))
+    says = bool((content or "").strip() or more.get("tool_calls"))
+    return Message(role, content, more), role == "assistant" and says and counts
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return calls of tools in OpenAI's form, their arguments as objects."""
+    calls = _from_json(value, where)
+    made = []
+    for call in calls if isinstance(calls, list | tuple) else [calls]:
+        call = call if isinstance(call, Mapping) and "function" in call else {"type": "function", "function": call}
+        function = call["function"]
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+            raise UserError(f"{where}: a call of a tool has no function with a name; write OpenAI's tool_calls")
+        given = function.get("arguments")
+        made.append({**call, "function": {**function, "arguments": _from_json(given, where) if given else {}}})
+    return made
+
+
+def _tools(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
+    tools: Any = _from_json(next((record[key] for key in _TOOLS if record.get(key) not in _EMPTY), []), where)
+    if not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise UserError(f"{where}: tools are no list of JSON schemas; write OpenAI's tools")
+    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
+
+
+def _from_json(value: Any, where: str) -> Any:
+    """Return ``value``, read if it is a text that should hold JSON."""
+    return parse_json(value, where) if isinstance(value, str) else value
+
+
+def _without_none(value: Any) -> Any:
+    """Return ``value`` without the keys that a row of a table has only because other rows have them."""
+    if isinstance(value, dict):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
 def _files_inside(folder: Path) -> list[Path]:
@@ -178,7 +226,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
         return
     if file.suffix == ".parquet":
         require_pyarrow([file])
-        records: Iterable[Any] = read_parquet(file)
+        records: Iterable[Any] = map(_without_none, read_parquet(file))
     else:
         records = parse_json(read_text(file, most=MOST_DATA_BYTES), str(file))
         if not isinstance(records, list):
@@ -210,11 +258,19 @@ Window = tuple[Example, ...]
 
 @dataclass(frozen=True)
 class TokenisedChats:
-    """Examples, and what did not fit: chats cut at the end, and those without an answer before the cut."""
+    """Examples, and what was lost.
+
+    Attributes:
+        examples: at least one of each chat, unless it has no answer before the cut.
+        cut: how many lost their end.
+        dropped: how many have no answer before that.
+        left_out: what the template leaves out, and of how many chats.
+    """
 
     examples: list[Example]
     cut: int
     dropped: int
+    left_out: Counter[str]
 
 
 def tokenise_chats(
@@ -222,35 +278,37 @@ def tokenise_chats(
     template: ChatTemplate,
     max_length: int,
     train_on_all: bool = False,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda chats: None,
 ) -> TokenisedChats:
     """Return ``chats`` as examples of at most ``max_length`` tokens.
 
     Args:
         chats: in order.
         template: how they become tokens.
-        max_length: a longer chat loses its end.
+        max_length: a longer one loses its end.
         train_on_all: every token is a target, not only the assistant's.
         progress: called with the number of chats done since the last call.
     """
-    examples, cut, dropped = [], 0, 0
+    made = TokenisedChats([], 0, 0, Counter())
+    cut = dropped = 0
     for chat in chats:
         progress(1)
         try:
-            tokens, owners = template.tokens(chat.messages)
+            encoded = encode_chat(template, chat.messages, chat.trained, chat.tools, train_on_all)
         except UserError as error:
             raise UserError(f"{chat.where}: {error}") from None
-        is_target = [True if train_on_all else owner >= 0 and chat.trained[owner] for owner in owners]
-        cut += len(tokens) > max_length + 1
-        row = torch.tensor(tokens[: max_length + 1], dtype=torch.int64)
-        counts = torch.tensor(is_target[1 : max_length + 1], dtype=torch.bool)
-        if not counts.any():
-            dropped += 1
-            continue
-        examples.append(Example(row[:-1], row[1:].where(counts, IGNORED)))
-    if not examples:
+        made.left_out.update(encoded.notes)
+        for tokens, is_target in encoded.examples:
+            cut += len(tokens) > max_length + 1
+            row = torch.tensor(tokens[: max_length + 1], dtype=torch.int64)
+            counts = torch.tensor(is_target[1 : max_length + 1], dtype=torch.bool)
+            if counts.any():
+                made.examples.append(Example(row[:-1], row[1:].where(counts, IGNORED)))
+            else:
+                dropped += 1
+    if not made.examples:
         raise UserError(f"max_length: no answer begins within {max_length} tokens; raise it")
-    return TokenisedChats(examples, cut, dropped)
+    return replace(made, cut=cut, dropped=dropped)
 
 
 def pack_examples(examples: Sequence[Example], max_length: int) -> list[Window]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.files import atomic_folder, atomic_path, check_new_folder, check_room, read_bytes, read_json, write_text
 from library.gguf_header import gguf_file
-from library.llm.chat_templates import JINJA_FILE, jinja_source
+from library.llm.chat_templates import JINJA_FILE, jinja_sources
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import Tokenizer
 from library.models.llm.files import TransformersFiles
@@ -104,11 +104,11 @@ def read_text_files(source: Path) -> dict[str, bytes]:
         for pattern in (*_BESIDE_VOCABULARY, *vocabulary):
             found |= {file.relative_to(folder).as_posix(): read_bytes(file) for file in folder.glob(pattern)}
         return found
-    template, names = jinja_source(source)
+    templates, names = jinja_sources(source)
     if _SETTINGS in found:
         more = {key: name for key, name in names.items() if key in ("pad_token", "unk_token")}
         found[_SETTINGS] = _as_json(json.loads(found[_SETTINGS]) | more)
-    return found | ({JINJA_FILE: template.encode()} if template else {})
+    return found | ({JINJA_FILE: templates["default"].encode()} if templates else {})
 
 
 def read_generation_config(model: Path) -> dict[str, Any]:

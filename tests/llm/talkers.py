@@ -10,7 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
-from library.llm.chat_templates import Message, built_in_template
+from library.llm.chat_targets import encode_chat
+from library.llm.chat_templates import ChatTemplate, Message, built_in_template
 from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
@@ -27,6 +28,17 @@ PAIRS = (
 STORY = "the cat sat on the mat and the dog sat on the cat. then the mat was warm and the dog was glad. "
 
 
+def fields(message: Message) -> dict[str, object]:
+    """Return a message as transformers takes it."""
+    return {"role": message.role, "content": message.content, **message.more}
+
+
+def taught(template: ChatTemplate, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    """Return the one example of a chat of which every answer is learnt: tokens, and which are targets."""
+    (example,) = encode_chat(template, messages, [message.role == "assistant" for message in messages]).examples
+    return example
+
+
 def write_chat_model(
     folder: Path, context: int = 512, pairs: Sequence[tuple[str, str]] = PAIRS, steps: int = 60, width: int = 48
 ) -> Path:
@@ -35,12 +47,12 @@ def write_chat_model(
     tokenizer = train_bpe(texts * 3, 400, MARKS)
     talks = [[Message("user", question), Message("assistant", answer)] for question, answer in pairs]
     talks.append([message for talk in talks for message in talk])
-    rows = [built_in_template("llama3", tokenizer).tokens(talk) for talk in talks]
+    rows = [taught(built_in_template("llama3", tokenizer), talk) for talk in talks]
     batch = torch.zeros(len(rows), max(len(tokens) for tokens, _ in rows), dtype=torch.long)
     targets = torch.full_like(batch, -100)
-    for row, (tokens, owners) in enumerate(rows):
+    for row, (tokens, is_target) in enumerate(rows):
         batch[row, : len(tokens)] = torch.tensor(tokens)
-        after = [token if owner >= 0 else -100 for token, owner in zip(tokens[1:], owners[1:], strict=True)]
+        after = [token if target else -100 for token, target in zip(tokens[1:], is_target[1:], strict=True)]
         targets[row, : len(after)] = torch.tensor(after)
     config = llama(width, 2, 4, 2, 96, tokenizer.vocab_size, context, eos=(tokenizer.special["<|eot_id|>"],))
     return _write(folder, config, tokenizer, batch, targets, steps)

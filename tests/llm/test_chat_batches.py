@@ -7,6 +7,9 @@ import io
 import json
 import random
 from collections.abc import Sequence
+from datetime import date
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import pyarrow
@@ -32,16 +35,17 @@ from library.llm.chat_batches import (
 )
 from library.llm.chat_templates import (
     BUILT_IN,
-    NO_ANSWER,
     ChatTemplate,
     Message,
     load_chat_template,
+    template_arguments,
     write_jinja_template,
 )
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import Tokenizer, train_bpe
 from library.nn.attention import document_mask, document_positions
 from library.nn.cross_entropy import IGNORED
+from tests.llm.talkers import fields, taught
 
 CONVERSATION = [
     Message("system", "Be short."),
@@ -69,6 +73,12 @@ CHATML = (
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
+def answers(tokens: Sequence[int], is_target: Sequence[bool]) -> list[list[int]]:
+    """Return the runs of targets."""
+    runs = groupby(zip(tokens, is_target, strict=True), key=itemgetter(1))
+    return [[token for token, _ in run] for learnt, run in runs if learnt]
+
+
 def without_marks(template: str) -> str:
     return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
@@ -83,7 +93,7 @@ def tokenizer_folder(folder: Path, special: Sequence[str], template: str | None 
 def of_transformers(folder: Path, template: str, answer_next: bool = False) -> tuple[list[int], list[int]]:
     """Return tokens and assistant mask of ``CONVERSATION`` by transformers."""
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    messages = [message._asdict() for message in CONVERSATION]
+    messages = [fields(message) for message in CONVERSATION]
     made = theirs.apply_chat_template(
         messages,
         chat_template=template,
@@ -94,22 +104,19 @@ def of_transformers(folder: Path, template: str, answer_next: bool = False) -> t
     return made["input_ids"], made["assistant_masks"]
 
 
-@pytest.mark.parametrize("answer_next", [False, True])
 @pytest.mark.parametrize(
     ("name", "special", "source"),
     [("llama3", LLAMA3_MARKS, LLAMA3), ("chatml", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), CHATML)],
 )
 def test_templates_give_the_tokens_and_the_answers_of_transformers(
-    tmp_path: Path, name: str, special: Sequence[str], source: str, answer_next: bool
+    tmp_path: Path, name: str, special: Sequence[str], source: str
 ) -> None:
     folder = tokenizer_folder(tmp_path, special)
     template = load_chat_template("auto", load_tokenizer(folder), folder)
     assert template.name == name
-    tokens, owners = template.tokens(CONVERSATION, answer_next)
-    expected, mask = of_transformers(folder, source, answer_next)
-    assert tokens == expected
-    assert [owner != NO_ANSWER for owner in owners] == [bool(learnt) for learnt in mask]
-    assert {owner for owner in owners if owner != NO_ANSWER} == {2, 4}
+    expected, mask = of_transformers(folder, source)
+    assert taught(template, CONVERSATION) == (expected, [bool(learnt) for learnt in mask])
+    assert template.prompt_tokens(CONVERSATION) == of_transformers(folder, source, answer_next=True)[0]
 
 
 SOURCES = [
@@ -125,20 +132,17 @@ def test_the_tokenizers_own_template_is_followed_with_and_without_marked_answers
     folder = tokenizer_folder(tmp_path, (*LLAMA3_MARKS, "<|im_start|>", "<|im_end|>"), source)
     template = load_chat_template("auto", load_tokenizer(folder), folder)
     assert template.name == "tokenizer"
-    tokens, owners = template.tokens(CONVERSATION)
-    marked = CHATML if "im_start" in source else LLAMA3
-    expected, mask = of_transformers(folder, marked)
-    assert tokens == expected
-    assert [owner != NO_ANSWER for owner in owners] == [bool(learnt) for learnt in mask]
+    expected, mask = of_transformers(folder, CHATML if "im_start" in source else LLAMA3)
+    assert taught(template, CONVERSATION) == (expected, [bool(learnt) for learnt in mask])
 
 
-def test_a_template_that_writes_todays_date_gives_the_same_tokens_every_day(tmp_path: Path) -> None:
-    date = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-    dated = date + "{{ date_string }}" + without_marks(LLAMA3).replace("{{ bos_token }}", "")
-    folder = tokenizer_folder(tmp_path, LLAMA3_MARKS, dated)
+def test_a_template_that_writes_the_date_writes_todays_or_the_one_it_is_given(tmp_path: Path) -> None:
+    dated = "{% if date_string is not defined %}{% set date_string = strftime_now('%Y') %}{% endif %}{{ date_string }}"
+    folder = tokenizer_folder(tmp_path, LLAMA3_MARKS, dated + without_marks(LLAMA3).replace("{{ bos_token }}", ""))
     tokenizer = load_tokenizer(folder)
-    text = tokenizer.decode(load_chat_template("tokenizer", tokenizer, folder).tokens(CONVERSATION)[0])
-    assert text.startswith("26 Jul 2024<|start_header_id|>")  # as Llama 3.1's template without a clock
+    for given, year in (([], str(date.today().year)), (["date_string=26 Jul"], "26 Jul")):
+        template = load_chat_template("tokenizer", tokenizer, folder, template_arguments(given))
+        assert tokenizer.decode(template.prompt_tokens(CONVERSATION)).startswith(f"{year}<|start_header_id|>")
 
 
 def test_llama_2_is_written_as_metas_code_writes_it(tmp_path: Path) -> None:
@@ -151,30 +155,32 @@ def test_llama_2_is_written_as_metas_code_writes_it(tmp_path: Path) -> None:
     ours, theirs = load_tokenizer(tmp_path), sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     template = load_chat_template("auto", ours, tmp_path)
     assert template.name == "llama2"
-    tokens, owners = template.tokens(CONVERSATION)
+    tokens, is_target = taught(template, CONVERSATION)
     first = "[INST] <<SYS>>\nBe short.\n<</SYS>>\n\nWhat is a cat? [/INST] An animal. "
     second = "[INST] And a mat? [/INST] A rug, café. "
     expected = [1, *theirs.encode(first), 2, 1, *theirs.encode(second), 2]  # llama/generation.py: bos and eos each turn
     assert tokens == expected
-    said = [[t for t, owner in zip(tokens, owners, strict=True) if owner == index] for index in (2, 4)]
+    said = answers(tokens, is_target)
     assert [theirs.decode(answer) for answer in said] == [theirs.decode(theirs.encode("An animal. ")),
                                                           theirs.decode(theirs.encode("A rug, café. "))]  # fmt: skip
     assert [answer[-1] for answer in said] == [2, 2]
-    asked = template.tokens(CONVERSATION[:2], answer_next=True)[0]
+    asked = template.prompt_tokens(CONVERSATION[:2])
     assert asked == tokens[: len(asked)]
 
 
 def test_a_model_without_marks_learns_answers_that_end_the_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path, ("<|endoftext|>",)))
     template = load_chat_template("auto", tokenizer, tmp_path)
-    tokens, owners = template.tokens(CONVERSATION)
+    tokens, is_target = taught(template, CONVERSATION)
     text = (
         "Be short.\n\nUser: What is a cat?\nAssistant: An animal.<|endoftext|>User: And a mat?\nAssistant: A rug, café."
     )
     assert tokenizer.decode(tokens) == text + "<|endoftext|>"
-    texts = [tokenizer.decode([t for t, owner in zip(tokens, owners, strict=True) if owner == i]) for i in (2, 4)]
-    assert texts == [" An animal.<|endoftext|>", " A rug, café.<|endoftext|>"]
-    asked = template.tokens(CONVERSATION[:2], answer_next=True)[0]
+    assert [tokenizer.decode(answer) for answer in answers(tokens, is_target)] == [
+        " An animal.<|endoftext|>",
+        " A rug, café.<|endoftext|>",
+    ]
+    asked = template.prompt_tokens(CONVERSATION[:2])
     assert asked == tokens[: len(asked)]
 
 
@@ -186,7 +192,7 @@ def test_no_message_can_end_its_turn(tmp_path: Path, name: str) -> None:
     template = load_chat_template(name, tokenizer, folder)
 
     def ends(text: str) -> int:
-        tokens, _ = template.tokens([Message("user", text), Message("assistant", "ok")])
+        tokens, _ = taught(template, [Message("user", text), Message("assistant", "ok")])
         return sum(token in tokenizer.special.values() for token in tokens)
 
     assert ends("a <|eot_id|> <|im_end|> <|endoftext|> b") == ends("a b")
@@ -197,7 +203,8 @@ def test_the_name_of_a_special_token_in_a_message_is_encoded_as_any_text(tmp_pat
     folder = tokenizer_folder(tmp_path, LLAMA3_MARKS, without_marks(LLAMA3))
     tokenizer = load_tokenizer(folder)
     text = "a<|eot_id|>b"
-    tokens, _ = load_chat_template(name, tokenizer, folder).tokens([Message("user", text), Message("assistant", "ok")])
+    template = load_chat_template(name, tokenizer, folder)
+    tokens, _ = taught(template, [Message("user", text), Message("assistant", "ok")])
     opened = tokens.index(tokenizer.special["<|end_header_id|>"])
     ended = tokens.index(tokenizer.special["<|eot_id|>"])
     assert tokens[opened + 1 : ended] == tokenizer.encode(f"\n\n{text}")
@@ -205,12 +212,12 @@ def test_the_name_of_a_special_token_in_a_message_is_encoded_as_any_text(tmp_pat
 
 SHAREGPT = {"user": "human", "assistant": "gpt", "system": "system"}
 SHAPES = {
-    "messages": {"messages": [message._asdict() for message in CONVERSATION]},
+    "messages": {"messages": [fields(message) for message in CONVERSATION]},
     "parts": {"messages": [{"role": m.role, "content": [{"type": "text", "text": m.content}]} for m in CONVERSATION]},
-    "sharegpt": {"conversations": [{"from": SHAREGPT[role], "value": text} for role, text in CONVERSATION]},
+    "sharegpt": {"conversations": [{"from": SHAREGPT[role], "value": text} for role, text, _ in CONVERSATION]},
     "sharegpt with system": {
         "system": "Be short.",
-        "conversations": [{"from": SHAREGPT[role], "value": text} for role, text in CONVERSATION[1:]],
+        "conversations": [{"from": SHAREGPT[role], "value": text} for role, text, _ in CONVERSATION[1:]],
     },
     "alpaca": {
         "system": "Be short.",
@@ -220,8 +227,8 @@ SHAPES = {
         "output": "A rug, café.",
     },
     "prompt": {
-        "prompt": [message._asdict() for message in CONVERSATION[:-1]],
-        "completion": [CONVERSATION[-1]._asdict()],
+        "prompt": [fields(message) for message in CONVERSATION[:-1]],
+        "completion": [fields(CONVERSATION[-1])],
     },
 }
 
@@ -263,9 +270,9 @@ def test_every_key_that_is_not_trained_on_is_named(shape: str, seed: int) -> Non
     """Keys that hold nothing, as tables have what a row lacks, are passed over; 0 and false hold something."""
     draw = random.Random(f"{shape} {seed}")
     values = [0, False, 0.5, "x", ["x"], {"x": 1}]
-    more = {key: draw.choice(values) for key in draw.sample(["tools", "weight", "train", "imput", "context", "id"], 3)}
+    more = {key: draw.choice(values) for key in draw.sample(["weight", "train", "imput", "context", "id"], 3)}
     empty = {"score": None, "note": "", "images": [], "meta": {}}
-    turns = {key: draw.choice([0.5, True, "x"]) for key in draw.sample(["tool_calls", "loss", "reasoning_content"], 2)}
+    turns = {key: draw.choice([0.5, True, "x"]) for key in draw.sample(["weights", "loss", "refusal"], 2)}
     record = copy.deepcopy(SHAPES[shape])
     lists = [one for one in record.values() if isinstance(one, list) and one and isinstance(one[-1], dict)]
     for listed in lists:
@@ -350,15 +357,13 @@ def plain(folder: Path) -> ChatTemplate:
 def test_targets_are_the_next_tokens_and_long_conversations_lose_their_end(tmp_path: Path) -> None:
     template = plain(tmp_path)
     chat = Chat(tuple(CONVERSATION), (False, False, False, False, True), "x")
-    tokens, owners = template.tokens(CONVERSATION)
+    tokens, _ = taught(template, CONVERSATION)
+    begins = len(template.prompt_tokens(CONVERSATION[:-1]))
     (whole,) = tokenise_chats([chat], template, len(tokens)).examples
     assert whole.tokens.tolist() == tokens[:-1]
-    assert whole.targets.tolist() == [
-        t if owner == 4 else IGNORED for t, owner in zip(tokens[1:], owners[1:], strict=True)
-    ]
+    assert whole.targets.tolist() == [t if place >= begins else IGNORED for place, t in enumerate(tokens[1:], 1)]
     (everything,) = tokenise_chats([chat], template, len(tokens), train_on_all=True).examples
     assert everything.targets.tolist() == tokens[1:]
-    begins = owners.index(4)
     cut = tokenise_chats([chat], template, begins + 1)
     assert (cut.cut, cut.dropped, cut.examples[0].target_count) == (1, 0, 2)
     with pytest.raises(UserError, match="^max_length: no answer begins within"):
@@ -420,18 +425,19 @@ MARKS = {
 }
 
 
-@pytest.mark.parametrize("answer_next", [False, True])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_transformers_makes_the_same_tokens_of_the_file(tmp_path: Path, name: str, answer_next: bool) -> None:
+def test_transformers_makes_the_same_tokens_of_the_file(tmp_path: Path, name: str) -> None:
     folder = tokenizer_folder(tmp_path, MARKS[name])
     template = load_chat_template(name, load_tokenizer(folder), folder)
     write_jinja_template(name, folder)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    asked = CONVERSATION[:-1] if answer_next else CONVERSATION
-    for conversation in (asked, asked[1:], [Message(m.role, f" {m.content}\n") for m in asked]):
-        messages = [message._asdict() for message in conversation]
-        made = theirs.apply_chat_template(messages, add_generation_prompt=answer_next, return_dict=True)["input_ids"]
-        assert made == template.tokens(conversation, answer_next)[0]
+    spaced = [Message(m.role, f" {m.content}\n") for m in CONVERSATION]
+    for conversation in (CONVERSATION, CONVERSATION[1:], spaced):
+        messages = [fields(message) for message in conversation]
+        made = theirs.apply_chat_template(messages, return_dict=False)
+        assert made == taught(template, conversation)[0]
+        made = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+        assert made == template.prompt_tokens(conversation[:-1])
 
 
 @pytest.mark.parametrize("name", ["llama2", "plain"])
@@ -450,8 +456,7 @@ def test_a_model_with_the_file_talks_in_it(tmp_path: Path, name: str) -> None:
     tokenizer = load_tokenizer(folder)
     own, built_in = load_chat_template("auto", tokenizer, folder), load_chat_template(name, tokenizer, folder)
     assert own.name == "tokenizer"
-    messages: Sequence[Message] = CONVERSATION
-    assert own.tokens(messages) == built_in.tokens(messages)
+    assert taught(own, CONVERSATION) == taught(built_in, CONVERSATION)
 
 
 # templates that other people publish, by their form: Vicuna's, Alpaca's, one whose turns are lines of their own
@@ -469,7 +474,7 @@ FOREIGN = {
 def _template(name: str, folder: Path) -> tuple[ChatTemplate, Tokenizer]:
     tokenizer = load_tokenizer(tokenizer_folder(folder, MARKS.get(name, ("<s>", "</s>", "<|im_start|>", "<|im_end|>"))))
     if name in FOREIGN:
-        return ChatTemplate(name, tokenizer, FOREIGN[name], {}), tokenizer
+        return ChatTemplate(name, tokenizer, {"default": FOREIGN[name]}, {}), tokenizer
     return load_chat_template(name, tokenizer, folder), tokenizer
 
 
@@ -478,15 +483,15 @@ def test_no_message_ends_its_turn(tmp_path: Path, name: str) -> None:
     """A user writes the text of a whole talk into one message: it is refused, or remains one message."""
     template, tokenizer = _template(name, tmp_path)
     first, answer, second = Message("user", "hello"), Message("assistant", "yes"), Message("user", "and now?")
-    talk = tokenizer.decode(template.tokens([first, answer, second], answer_next=True)[0])
-    begin = tokenizer.decode(template.tokens([first], answer_next=True)[0])
+    talk = tokenizer.decode(template.prompt_tokens([first, answer, second]))
+    begin = tokenizer.decode(template.prompt_tokens([first]))
     for text in (talk[talk.index("hello") : talk.index("now?")], begin[begin.index("hello") :] + " yes"):
         if name not in ("llama3", "chatml", "marked"):  # these can take any text
             with pytest.raises(UserError, match="by which the chat template"):
-                template.tokens([Message("user", text)], answer_next=True)
+                template.prompt_tokens([Message("user", text)])
             continue
-        tokens = template.tokens([Message("user", text)], answer_next=True)[0]
-        turn_of_hello = template.tokens([first], answer_next=True)[0]
+        tokens = template.prompt_tokens([Message("user", text)])
+        turn_of_hello = template.prompt_tokens([first])
         assert tokens[: len(turn_of_hello)] != turn_of_hello
         for token, number in tokenizer.special.items():
             assert tokens.count(number) == turn_of_hello.count(number), token
@@ -503,12 +508,12 @@ def test_no_message_ends_its_turn(tmp_path: Path, name: str) -> None:
 )
 def test_a_message_that_is_only_like_a_mark_is_taken(tmp_path: Path, name: str, text: str) -> None:
     template, tokenizer = _template(name, tmp_path)
-    assert text in tokenizer.decode(template.tokens([Message("user", text)], answer_next=True)[0])
+    assert text in tokenizer.decode(template.prompt_tokens([Message("user", text)]))
 
 
 def test_an_answer_that_was_generated_is_no_reason_to_refuse_the_next_question(tmp_path: Path) -> None:
     template, _ = _template("alpaca", tmp_path)
     talk = [Message("user", "a"), Message("assistant", "b\n\n### Instruction:\nc"), Message("user", "d")]
-    assert template.tokens(talk, answer_next=True)[0]
+    assert template.prompt_tokens(talk)
     with pytest.raises(UserError, match=r"message 2 \(assistant\): holds '\\n\\n### Instruction:\\n'"):
-        template.tokens(talk[:2] + talk[2:])  # in training it would teach to ask oneself
+        taught(template, talk)  # in training it would teach to ask oneself

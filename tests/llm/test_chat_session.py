@@ -12,7 +12,13 @@ import torch
 
 from library.errors import UserError
 from library.llm.chat_session import ChatSession
-from library.llm.chat_templates import Message, built_in_template, load_chat_template, load_prompt_template
+from library.llm.chat_templates import (
+    Message,
+    built_in_template,
+    common,
+    load_chat_template,
+    load_prompt_template,
+)
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizer_files import load_tokenizer
 from library.models.llm.files import load_lm
@@ -59,18 +65,20 @@ def test_a_kept_cache_gives_the_tokens_of_a_fresh_one(
 ) -> None:
     model, kept = begin(folders[kind])
     _, fresh = begin(folders[kind])
+    computed: list[int] = []  # the tokens whose keys and values there are
     for i in range(4):
         fresh.forget_cache()
+        question = PAIRS[i % len(PAIRS)][0]
+        prompt = kept.template.prompt("", kept.turns, question)
         for conversation in (kept, fresh):
-            say(model, conversation, PAIRS[i % len(PAIRS)][0], settings)
+            say(model, conversation, question, settings)
         assert kept.stats is not None
         assert fresh.stats is not None
         assert fresh.stats.cached == 0
-        if i:
-            # all that was said is known, but for its last token and the mark that ends the turn
-            history = len(kept.template.prompt("", kept.turns[:i], "?")) - len(kept.template.prompt("", [], "?"))
-            assert kept.stats.cached >= history - 2
-            assert kept.stats.cached + kept.stats.computed == fresh.stats.computed
+        assert kept.stats.cached == common(computed, prompt[:-1])
+        assert kept.stats.cached + kept.stats.computed == fresh.stats.computed == len(prompt)
+        assert i == 0 or settings is DRAWN or kept.stats.cached > kept.stats.computed
+        computed = [*prompt, *kept.turns[-1].tokens[:-1]]
     assert [turn.tokens for turn in kept.turns] == [turn.tokens for turn in fresh.turns]
 
 
@@ -84,14 +92,13 @@ def test_other_templates_keep_their_cache_too(folders: dict[str, Path], tmp_path
     for question, _ in PAIRS:
         fresh.forget_cache()
         for conversation in (kept, fresh):
-            say(model, conversation, question, DRAWN)
+            say(model, conversation, question)
         assert kept.stats is not None
         assert len(kept.turns) == 1 or kept.stats.cached > kept.stats.computed
     assert kept.turns == fresh.turns
     said = [Message("system", "be short"), *messages(kept)[1:], Message("user", "and?")]
-    expected = load_chat_template(name, tokenizer, tmp_path).tokens(said, answer_next=True)[0]
-    prompt = template.prompt("be short", [replace(turn, tokens=()) for turn in kept.turns], "and?")
-    assert prompt == expected
+    expected = load_chat_template(name, tokenizer, tmp_path).prompt_tokens(said)
+    assert template.prompt("be short", kept.turns, "and?") == expected
 
 
 def test_a_chat_is_what_the_template_makes_of_its_messages(folders: dict[str, Path]) -> None:
@@ -101,7 +108,7 @@ def test_a_chat_is_what_the_template_makes_of_its_messages(folders: dict[str, Pa
         before = [*messages(conversation), Message("user", question)]
         expected = generate_tokens(
             model,
-            [built_in_template("llama3", tokenizer).tokens(before, answer_next=True)[0]],
+            [built_in_template("llama3", tokenizer).prompt_tokens(before)],
             SamplingSettings(24, temperature=0, stop_tokens=tokenizer.stop_tokens),
         )[0]
         answer = say(model, conversation, question)
@@ -162,9 +169,8 @@ def test_the_oldest_turns_are_left_out_when_the_context_is_full(folders: dict[st
     assert "the context of 96 tokens is full; the oldest" in remarks[0]
     assert "turns are left out" in remarks[0]
     assert len(conversation.turns) == 30  # all are remembered, for saving
-    system = len(
-        built_in_template("llama3", conversation.template.tokenizer).tokens([Message("system", "be short")])[0]
-    )
+    template = built_in_template("llama3", conversation.template.tokenizer)
+    system = len(template.encode(template.render([Message("system", "be short")])[0])[0])
     assert min(known[1:]) >= system - 3  # what precedes the turns is never computed again
     assert sum(count > system + 3 for count in known) > 10  # nor is every turn paid for by computing all anew
 

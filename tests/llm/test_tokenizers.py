@@ -220,7 +220,7 @@ def test_the_llama3_template_is_that_of_the_model_card(tmp_path: Path) -> None:
     llama3_file(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     messages = [Message("system", "Be brief. "), Message("user", "Hi<|eot_id|>"), Message("assistant", "Hello!")]
-    tokens, owners = built_in_template("llama3", tokenizer).tokens(messages, answer_next=True)
+    tokens = built_in_template("llama3", tokenizer).prompt_tokens(messages)
     assert tokenizer.decode(tokens) == (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|eot_id|>"
@@ -228,7 +228,6 @@ def test_the_llama3_template_is_that_of_the_model_card(tmp_path: Path) -> None:
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     assert tokens.count(tokenizer.special["<|eot_id|>"]) == 3  # the one in the message is text
-    assert tokenizer.decode([t for t, owner in zip(tokens, owners, strict=True) if owner == 2]) == "Hello!<|eot_id|>"
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,9 @@ def test_the_template_that_a_lora_was_taught_in_outlives_merging(tmp_path: Path)
     file = tmp_path / "lora/adapter_model.safetensors"
     save_file(load_file(file), file, {"tandem.chat_template": "plain"})
     merge("--lora", tmp_path / "lora", tmp_path / "lora", "--save_to", tmp_path / "both.safetensors")
-    assert template_of(tmp_path / "both.safetensors") == "plain"
+    assert template_of(tmp_path / "both.safetensors") == ("plain", {})
     printed_line = merge("--model", tmp_path / "model", "--lora", tmp_path / "lora", "--save_to", tmp_path / "merged")
-    assert "taught in the template plain" in printed_line
+    assert "taught in the template that" in printed_line
     train_bpe(["hello there"] * 3, 260).save(tmp_path / "merged")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "merged")
     asked = theirs.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
@@ -118,7 +118,7 @@ def test_generate_writes_with_a_lora_in_the_asked_template(tmp_path: Path) -> No
     (made,) = generate(options)
     with_lora = PeftModel.from_pretrained(big, tmp_path / "lora").eval()
     template = load_chat_template("plain", load_tokenizer(tmp_path / "model"), tmp_path / "model")
-    prompt, _ = template.tokens([Message("user", "hello")], answer_next=True)
+    prompt = template.prompt_tokens([Message("user", "hello")])
     expected = with_lora.generate(
         torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos, pad_token_id=0
     )[0, len(prompt) :]

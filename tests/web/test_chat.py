@@ -99,7 +99,7 @@ def expected(folder: Path, messages: list[Message], count: int, lora: tuple[Path
     model = load_lm(folder, torch.float32)
     if lora is not None:
         put_lora_on(model, *lora)
-    tokens = built_in_template("llama3", tokenizer).tokens(messages, answer_next=True)[0]
+    tokens = built_in_template("llama3", tokenizer).prompt_tokens(messages)
     return tokenizer.decode(generate_tokens(model, [tokens], settings)[0], skip_special=True)
 
 

@@ -7,6 +7,7 @@ chats that are held out. What comes out is an adapter folder of PEFT's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from library.console import Console
 from library.data.batches import DataParallelRank
 from library.data.file_index import content_hash
 from library.errors import UserError, counted, error_prefix
+from library.files import parse_json
 from library.llm.chat_batches import (
     Chat,
     ChatBatch,
@@ -36,7 +38,7 @@ from library.llm.chat_batches import (
     read_chats,
     tokenise_chats,
 )
-from library.llm.chat_templates import ChatTemplate, Message, load_chat_template
+from library.llm.chat_templates import ChatTemplate, Message, load_chat_template, template_arguments
 from library.llm.tokenizer_files import load_tokenizer
 from library.models.hub import find_model
 from library.models.llm.files import load_lm, open_lm
@@ -105,10 +107,12 @@ class ChatLora(LoraTask):
         self._say_defaults()
         self._check_saved(weights)
         tokenizer = Path(config.model.tokenizer or folder).expanduser()
-        template = self.template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer)
+        arguments = template_arguments(config.chat.chat_template_args)
+        template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer, arguments)
+        self.template = template
         self.base_parts = {
             "config": content_hash(repr(self.sizes).encode()),
-            "chat template": content_hash(repr((template.name, template.source, template.names)).encode()),
+            "chat template": content_hash(repr((template.sources, template.names, template.arguments)).encode()),
             "tokenizer": template.tokenizer.fingerprint(),
         }
         if config.sampling.sample_prompts:
@@ -122,7 +126,7 @@ class ChatLora(LoraTask):
         """
         template, context, system = self.template, self.sizes.context, self.plan.config.chat.system_prompt
         first = [Message("system", system)] if system else []
-        tokens = [template.tokens([*first, Message("user", p)], answer_next=True)[0] for p in config.sample_prompts]
+        tokens = [template.prompt_tokens([*first, Message("user", prompt)]) for prompt in config.sample_prompts]
         if (longest := max(map(len, tokens))) + config.sample_tokens > context:
             raise UserError(
                 f"sample_tokens: a prompt of {longest} tokens and {config.sample_tokens} more do not fit the model's "
@@ -155,7 +159,9 @@ class ChatLora(LoraTask):
         self.facts = lora_facts(config, self.started_at, self.total_steps)
         base = Path(config.model.pretrained_model_name_or_path)
         shown = base.name if base.is_absolute() or str(base).startswith("~") else str(base)
-        self.more_metadata = {BASE_MODEL: shown, TEMPLATE: self.template.name}
+        self.more_metadata = {BASE_MODEL: shown, TEMPLATE: self.template.stored}
+        if self.template.arguments:
+            self.more_metadata[TEMPLATE_ARGUMENTS] = json.dumps(self.template.arguments)
 
     def load_network(self) -> None:
         """Load the model, put the LoRA in, set the memory policy.
@@ -216,7 +222,7 @@ def prepare_chats(
         chats, held_out = _split(chats, config.validation_split, seed)
     for split, part in enumerate((chats, held_out)):
         for chat in part:
-            inputs.add(repr((chat.messages, chat.trained)), [None] * (len(ASPECTS) - 1) + [split])
+            inputs.add(repr((chat.messages, chat.trained, chat.tools)), [None] * (len(ASPECTS) - 1) + [split])
     chats, held_out = (_with_system(part, config.system_prompt) for part in (chats, held_out))
     train_on_all = config.train_on == "all"
     with counting(console) as start:
@@ -246,6 +252,9 @@ def _describe(
     remarks = [f"{count}: {tokens:,} tokens, {targets / tokens:.0%} of them trained on"]
     if packing:
         remarks.append(f"packed into {len(windows):,} windows, {tokens / (len(windows) * max_length):.0%} full")
+    if read.left_out:
+        named = ", ".join(f"{what} ({count})" for what, count in read.left_out.items())
+        remarks.append(f"note: the chat template leaves out, of so many conversations: {named}")
     if read.cut:
         remarks.append(f"note: {read.cut} conversations are longer than {max_length} tokens and lose their end")
     if read.dropped:
@@ -297,13 +306,17 @@ def token_mean_loss(model: nn.Module, batch: ChatBatch) -> tuple[Tensor, Tensor]
 TEMPLATE = "tandem.chat_template"  # metadata: how the conversations were written that it was trained on
 
 
-def template_of(path: str | Path) -> str | None:
-    """Return the name of the chat template that a LoRA was trained with, None if it does not say.
+TEMPLATE_ARGUMENTS = "tandem.chat_template_args"
+
+
+def template_of(path: str | Path) -> tuple[str | None, dict[str, Any]]:
+    """Return the chat template that a LoRA was trained with, None if it does not say, and the template's arguments.
 
     Raises:
         UserError: no such file.
     """
-    return (read_safetensors_header(weight_file(Path(path))).get("__metadata__") or {}).get(TEMPLATE)
+    metadata = read_safetensors_header(weight_file(Path(path))).get("__metadata__") or {}
+    return metadata.get(TEMPLATE), parse_json(metadata.get(TEMPLATE_ARGUMENTS, "{}"), str(path))
 
 
 def put_lora_on(model: TransformerLM, path: str | Path, strength: float = 1.0) -> AdapterNetwork:
