@@ -24,11 +24,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 import tiktoken
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from library.errors import UserError
 from library.files import atomic_path, read_json, write_text
@@ -271,6 +272,15 @@ class TiktokenTokenizer(_PublishedTokenizer):
         super()._extend(names)
         self._build()
 
+    def converted(self) -> tokenizers.Tokenizer:
+        """Return the same tokenizer as one of the ``tokenizers`` package; merges follow from the ranks."""
+        from transformers.convert_slow_tokenizer import TikTokenConverter
+
+        names = sorted(self.special, key=self.special.__getitem__)
+        converter = TikTokenConverter(pattern=self._pattern, extra_special_tokens=names)
+        converter.load_tiktoken_bpe = lambda _: self._ranks
+        return converter.converted()
+
 
 class SentencePieceTokenizer(_PublishedTokenizer):
     """A SentencePiece model; special tokens that are added lie outside of it."""
@@ -317,6 +327,34 @@ class SentencePieceTokenizer(_PublishedTokenizer):
             elif not skip_special:
                 text += "".join(map(names.__getitem__, run))
         return text
+
+    def converted(self) -> tokenizers.Tokenizer:
+        """Return the same tokenizer as one of the ``tokenizers`` package.
+
+        As SentencePiece does here, every text between special tokens begins with a blank.
+        """
+        from sentencepiece import sentencepiece_model_pb2 as messages
+        from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
+
+        proto = messages.ModelProto.FromString(self._model.serialized_model_proto())  # type: ignore[attr-defined]
+        pieces: Any = [(piece.piece, piece.score) for piece in proto.pieces]
+        merges = None
+        if proto.trainer_spec.model_type == proto.trainer_spec.BPE:
+            pieces = {piece: number for number, (piece, _) in enumerate(pieces)}
+            merges = generate_merges(pieces, None, [*self.special])
+        inner = SpmConverter.build_tokenizer_from_spm_proto(proto, pieces, merges)
+        *charsmap, blanks = inner.normalizer
+        if proto.normalizer_spec.remove_extra_whitespaces:
+            charsmap += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+        if proto.normalizer_spec.add_dummy_prefix:
+            charsmap.append(normalizers.Prepend("\u2581"))
+            inner.decoder = decoders.Sequence([inner.decoder, decoders.Strip(" ", 1, 0)])
+        inner.normalizer = normalizers.Sequence([*charsmap, blanks])
+        kept = [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
+        inner.add_tokens([tokenizers.AddedToken(piece, normalized=False) for piece in kept])
+        names = sorted(self.special, key=self.special.__getitem__)
+        inner.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in names])
+        return inner
 
 
 def train_bpe(
