@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -136,11 +136,11 @@ def add_tokens(tokenizer: HuggingFaceTokenizer, plain: Sequence[str], special: S
         UserError: one is blank, is asked for as both kinds, or could not be told from another token.
     """
     added, inner, first = NewTokens(), tokenizer.inner, tokenizer.vocab_size
-    marks = set(special)
+    words, marks = set(plain), set(special)
     for token in dict.fromkeys([*plain, *special]):
         if not token.strip():
             raise UserError(f"{token!r}: a token of blanks alone is not added; remove it")
-        if token in plain and token in marks:
+        if token in words and token in marks:
             raise UserError(f"{token!r}: is asked for as a plain token and as a special one; choose one")
         spelled = token if token in marks else _spelled(inner, token)
         if spelled != token:
@@ -157,11 +157,11 @@ def add_tokens(tokenizer: HuggingFaceTokenizer, plain: Sequence[str], special: S
         else:
             becomes = ", and is special now" if token in marks and spelled not in tokenizer.special else ""
             added.notes.append(f"{token!r}: is token {number} already{becomes}")
-    words = [token for token in added.numbers if token not in marks]
+    new_words = [token for token in added.numbers if token not in marks]
     has_normalizer = inner.normalizer is not None
-    inner.add_tokens([tokenizers.AddedToken(word, normalized=has_normalizer) for word in words])
+    inner.add_tokens([tokenizers.AddedToken(word, normalized=has_normalizer) for word in new_words])
     tokenizer.add_special_tokens(special)
-    _mend_decoder(tokenizer, added.numbers, words)
+    _mend_decoder(tokenizer, added.numbers, new_words)
     _check(tokenizer, added)
     return added
 
@@ -178,14 +178,14 @@ def _spelled(inner: tokenizers.Tokenizer, token: str) -> str:
     return spelled.lstrip() if _puts_blanks_first(inner) else spelled
 
 
-def _mend_decoder(tokenizer: HuggingFaceTokenizer, tokens: Iterable[str], words: Sequence[str]) -> None:
-    """Let the decoder give back the text of new ``tokens``, of which ``words`` are plain; see the module's text."""
+def _mend_decoder(tokenizer: HuggingFaceTokenizer, numbers: Mapping[str, int], words: Sequence[str]) -> None:
+    """Let the decoder give back the text of new tokens, of which ``words`` are plain; see the module's text."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     inner, letters, rules = tokenizer.inner, bytes_to_unicode(), []
     if b"ByteLevel" in inner.decoder.__getstate__():
-        for token in tokens:
-            if tokenizer.decode([inner.token_to_id(token)]) != token:
+        for token, number in numbers.items():
+            if tokenizer.decode([number]) != token:
                 as_bytes = "".join(letters[byte] for byte in token.encode())
                 rules.append(decoders.Replace(tokenizers.Regex(rf"\A{re.escape(token)}\z"), as_bytes))
     if words and _puts_blanks_first(inner):

@@ -41,7 +41,7 @@ def test_the_commands_lead_from_texts_to_a_model_that_writes(tmp_path: Path) -> 
     said = [{"instruction": f"How many cats? {i}", "output": f"{i} cats."} for i in range(30)]
     (tmp_path / "my_conversations.jsonl").write_text("\n".join(map(json.dumps, said)))
     commands = re.findall(r"^\.venv/bin/python (.*)$", PAGE, re.MULTILINE)
-    assert len(commands) == 14
+    assert len(commands) == 15
     in_gguf(write_chat_model(tmp_path / "talker", width=64), tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")
     for command in commands:
         script, *rest = shlex.split(command.replace("8192", "300"))
@@ -54,7 +54,8 @@ def test_the_commands_lead_from_texts_to_a_model_that_writes(tmp_path: Path) -> 
     assert (tmp_path / "output/llama_tiny/lr.svg").is_file()
     assert (tmp_path / "output/llama_lora/assistant/adapter_config.json").is_file()
     assert (tmp_path / "output/my_assistant/model.safetensors").is_file()
-    assert (tmp_path / "models/SmolLM2-135M-Instruct/chat_template.jinja").is_file()
+    for name in ("SmolLM2-135M-Instruct", "extended"):
+        assert (tmp_path / "models" / name / "chat_template.jinja").is_file()
     assert json.loads((tmp_path / "scores.json").read_text())["perplexity"]["data/my_texts"]["tokens"] > 0
 
 
