@@ -218,12 +218,15 @@ def _ended(template: ChatTemplate, text: str, following: str) -> tuple[str, int]
 def _left_out(messages: Sequence[Message], tools: Tools, text: str) -> set[str]:
     """Return what of a chat besides the answers is not in its rendered ``text``."""
     parts = [(f"a {m.role} message", m.content or "") for m in messages if m.role != "assistant"]
-    parts += [("tools", str(tool.get("function", tool).get("name", ""))) for tool in tools]
+    schemas = [tool.get("function", tool) for tool in tools]
+    parts += [("tools", str(schema.get("description") or schema.get("name", ""))) for schema in schemas]
     return {what for what, wanted in parts if not _holds(text, wanted)}
 
 
 def _holds(text: str, wanted: str) -> bool:
     """Return whether ``text`` has ``wanted``, as it is or as in JSON, however the blanks are."""
+    if wanted in text:
+        return True
     squeezed = re.sub(r"\s+", "", text)
     forms = (wanted, json.dumps(wanted, ensure_ascii=False)[1:-1].replace("\\n", ""))
     return any(re.sub(r"\s+", "", form) in squeezed for form in forms)
