@@ -160,9 +160,8 @@ class Pretraining(Task):
             ema_decay=config.saving.ema_decay,
         )
         if prompts := config.sampling.sample_prompts:
-            first = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
             self.sampler = TextSampler(
-                config.sampling, [first + self.tokenizer.encode(prompt) for prompt in prompts],
+                config.sampling, [self.tokenizer.encode_prompt(prompt) for prompt in prompts],
                 self.tokenizer, self.tokenizer.stop_tokens, training.seed,
                 self.names.folder / "samples", "{:08d}.txt", str.__add__, accelerator, self.console,
             )  # fmt: skip
