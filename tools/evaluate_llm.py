@@ -70,7 +70,6 @@ from library.llm.evaluation import (
     Document,
     accuracies,
     answer_questions,
-    first_token,
     measure_perplexity,
     read_questions,
     shard_documents,
@@ -123,8 +122,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     size, stride = options.batch_size, options.stride or max(1, context // 2)
     with counting(console) as start:
         for path, own in texts.items():
-            advance = start("perplexity, tokens", sum(len(document.tokens) for document in own))
-            measured = measure_perplexity(model, own, first_token(tokenizer), context, stride, size, advance)
+            advance = start("perplexity, tokens", sum(document.scored for document in own))
+            measured = measure_perplexity(model, own, context, stride, size, advance)
             results.setdefault("perplexity", {})[path] = measured
         for path, of_file in questions.items():
             advance = start("choices", sum(len(question.choices) for question in of_file))

@@ -4,8 +4,8 @@
     python tools/prepare_text.py corpus.jsonl more/*.parquet --tokenizer Llama-3.2-1B --save_to data/llama
 
 Texts are .txt and .md files (one document each, or several with --separator), .jsonl (a document a line), .parquet (a
-document a row), and folders of these, such as a dataset in the Hugging Face hub's cache. The folder that is written
-holds the tokenizer too, so it is all that training needs.
+document a row), and folders of these, such as a dataset in the Hugging Face hub's cache; files of other
+suffixes are text too if they are named. The folder that is written holds the tokenizer: it is all that training needs.
 """
 
 from __future__ import annotations

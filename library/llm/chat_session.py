@@ -179,7 +179,7 @@ class ChatSession:
     def _fitted_text(self, text: str, least: int, quarter: int) -> tuple[list[int], int]:
         """Return the prompt and the number of tokens left out, as for turns; what is typed may lose its beginning."""
         assert isinstance(self.template, TextTemplate)
-        begin = self.template.beginning
+        begin = self.template.tokenizer.begins
         whole = self.template.prompt(self.system, self.turns, text)[len(begin) :]
         left_out = self._left_out
         free = self.context + 1 - len(begin) - (len(whole) - left_out)

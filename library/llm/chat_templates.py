@@ -115,16 +115,13 @@ class TextTemplate(PromptTemplate):
     name = "text"
     has_turns = False
 
-    @property
-    def beginning(self) -> list[int]:
-        """Return the token that begins a text, where there is one."""
-        return [] if self.tokenizer.bos is None else [self.tokenizer.bos]
-
     def prompt(self, system: str, turns: Sequence[Turn], text: str) -> list[int]:
         """Return the prompt; what is typed begins a new line if there is text before. Nothing typed means: go on."""
         if system:
             raise UserError("a system message: this model only continues text; remove it, or choose another template")
-        tokens, open_end = self.beginning, False
+        if not turns:
+            return self.tokenizer.encode_prompt(text)
+        tokens, open_end = [*self.tokenizer.begins], False
         for turn in turns:
             tokens += self._typed(turn.question, open_end)
             tokens += turn.tokens or self.tokenizer.encode(turn.answer)

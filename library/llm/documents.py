@@ -1,8 +1,9 @@
 """Texts for pretraining, one document at a time, from the files that people have.
 
 A folder is read file by file in the order of names, below it too; ``.txt`` and ``.md`` files are one document each
-(or several, divided by a separator), ``.jsonl`` files one a line, ``.parquet`` files one a row. Only what is being read
-is in memory. A folder may be a dataset in the cache of the Hugging Face hub's client; its README is not read.
+(or several, divided by a separator), ``.jsonl`` files one a line, ``.parquet`` files one a row. A file that is named
+itself is text if it has another suffix. Only what is being read is in memory. A folder may be a dataset in the cache of
+the Hugging Face hub's client; its README is not read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ROWS = 1024  # read at once
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
     """Return the files that ``paths`` name or hold, in order."""
-    files = named_files(paths, SUFFIXES, _files_inside)
+    files = named_files(paths, (), _files_inside)
     if not files:
         named = "name the folder the texts lie in; Dataset.to_parquet writes one from arrow files"
         raise UserError(f"{paths[0]}: no {', '.join(SUFFIXES)} file in it; {named}")
@@ -34,14 +35,17 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
 def named_files(
     paths: Iterable[str | Path], suffixes: tuple[str, ...], inside: Callable[[Path], list[Path]]
 ) -> list[Path]:
-    """Return the files that ``paths`` name, in order, and of folders what ``inside`` finds in them."""
+    """Return the files that ``paths`` name, in order, and of folders what ``inside`` finds in them.
+
+    A file that is named must have one of the ``suffixes``, if there are any.
+    """
     files: list[Path] = []
     for path in (Path(path).expanduser() for path in paths):
         if path.is_dir():
             files += inside(path)
         elif not path.exists():
             raise UserError(f"{path}: no such file or folder; check the path")
-        elif path.suffix not in suffixes:
+        elif suffixes and path.suffix not in suffixes:
             raise UserError(f"{path}: not one of {', '.join(suffixes)}; rename or convert it")
         else:
             files.append(path)

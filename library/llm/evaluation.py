@@ -6,11 +6,13 @@ changes nothing). Logits are computed for the scored tokens only, a chunk at a t
 span float64.
 
 **Perplexity** of texts longer than a model's context, by a sliding window, as in transformers' guide to perplexity of
-fixed-length models: a document is the token that begins a text, which is only given, and its own tokens, each predicted
-once. A window reads at most ``context`` tokens; the next one begins ``stride`` further and scores only what no window
-before it did, so a token has at least ``context - stride`` tokens before it (fewer at a document's beginning).
-Documents never see each other, as in lm-evaluation-harness. Only the metrics per byte (of UTF-8) and per word (divided
-by blanks) can be compared between tokenizers:
+fixed-length models: a document is what the tokenizer makes of a text, with bos and eos where it adds them. Its first
+token is only given, each other one is predicted once; where nothing stands before a text, that is the text's own first
+token (lm-evaluation-harness puts bos or eos before it, which a folder and its GGUF may name differently). A window
+reads at most ``context`` tokens; the next one begins ``stride`` further and scores only what no window before it did,
+so a token has at least ``context - stride`` tokens before it (fewer at a document's beginning). Documents never see
+each other. Only the metrics per byte (of UTF-8) and per word (divided by blanks) can be compared between tokenizers,
+and only of documents long enough that one token does not count:
 
     perplexity = exp(sum / tokens)    bits per byte = sum / (bytes * log 2)    word perplexity = exp(sum / words)
 
@@ -24,14 +26,15 @@ lm-evaluation-harness's, version 1.0 of its task:
 - ``acc``: the highest score is the labelled ending's; ``acc_norm``: the highest score divided by the ending's
   characters is.
 
-A context that does not fit loses its beginning. The token that begins a text is put in front where the tokenizer has
-one of its own (Llama's), as published tokenizers do; GPT-2's, which also ends texts, is not.
+A context that does not fit loses its beginning. What stands before a text is put in front; where the context is empty
+and nothing stands before a text, eos is, as in the harness.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
@@ -45,7 +48,8 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import read_json_lines
-from library.llm.token_batches import TokenShards
+from library.llm.token_batches import TokenShards, document_frame
+from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import Tokenizer
 from library.models.llm.model import TransformerLM
 
@@ -122,58 +126,57 @@ _LARGEST = 700.0  # its exponential is still a float64
 
 @dataclass(frozen=True)
 class Document:
-    """A text's tokens without those that begin and end it, and its size."""
+    """A text's tokens, those before and behind it included, and its size."""
 
-    tokens: np.ndarray
+    tokens: Sequence[int]
     bytes: int
     words: int
+
+    @property
+    def scored(self) -> int:
+        """Number of tokens that are predicted: all but the first."""
+        return max(0, len(self.tokens) - 1)
 
 
 def text_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Document]:
     """Yield ``texts`` as documents."""
     for text in texts:
-        tokens = np.asarray(tokenizer.encode(text), dtype=np.uint32)
-        yield Document(tokens, len(text.encode("utf-8", "surrogatepass")), len(text.split()))
+        size = len(text.encode("utf-8", "surrogatepass"))
+        yield Document(array("I", tokenizer.encode_whole(text)), size, len(text.split()))
 
 
 def shard_documents(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Document]:
     """Yield the documents of a prepared corpus; their bytes and words are those of the decoded tokens."""
-    corpus = shards.read(0, shards.tokens)
-    for document in np.split(corpus, np.flatnonzero(corpus == tokenizer.eos) + 1)[:-1]:
-        tokens = document[len(tokenizer.begins) : -1]  # without the token that ends it
-        text = tokenizer.decode(tokens.tolist())
-        yield Document(tokens.astype(np.uint32), len(text.encode("utf-8")), len(text.split()))
+    own = load_tokenizer(shards.folder)
+    before, after = document_frame(own)
+    eos, corpus = after[-1], shards.read(0, shards.tokens)
+    eos_each = [*before, *after].count(eos)  # in each document; its text has none
+    last = np.flatnonzero(corpus == eos)[eos_each - 1 :: eos_each]
+    for document in np.split(corpus, last + 1)[:-1]:
+        tokens = document[len(before) : len(document) - len(after)].tolist()
+        text = own.decode(tokens)
+        whole = [*tokenizer.begins, *tokens, *tokenizer.ends]
+        yield Document(array("I", whole), len(text.encode("utf-8")), len(text.split()))
 
 
-def first_token(tokenizer: Tokenizer) -> int:
-    """Return the token that a text begins with: the tokenizer's first one, or its last one where it has no first."""
-    first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
-    if first is None:
-        raise UserError("the tokenizer has no token that begins or ends a text; add <|endoftext|> to it")
-    return first
-
-
-def windows(tokens: Sequence[int] | np.ndarray, first: int, context: int, stride: int) -> Iterator[Span]:
-    """Yield the spans that score every token of a document once.
+def windows(tokens: Sequence[int], context: int, stride: int) -> Iterator[Span]:
+    """Yield the spans that score every token of a document but the first once.
 
     Args:
         tokens: of the document.
-        first: stands before them.
         context: tokens a window reads.
         stride: between the beginnings of windows, at most ``context``.
     """
-    whole = [first, *tokens]
     begin = done = 0  # done: predicted so far
-    while done < len(tokens):
-        end = min(begin + context, len(tokens))
-        yield Span(whole[begin : end + 1], end - done)
+    while done < len(tokens) - 1:
+        end = min(begin + context, len(tokens) - 1)
+        yield Span(tokens[begin : end + 1], end - done)
         begin, done = begin + stride, end
 
 
 def measure_perplexity(
     model: TransformerLM,
     documents: Sequence[Document],
-    first: int,
     context: int,
     stride: int,
     batch_size: int,
@@ -184,16 +187,15 @@ def measure_perplexity(
     Args:
         model: in eval mode.
         documents: each on its own.
-        first: of :func:`first_token`.
         context, stride: of the sliding window.
         batch_size: windows in a forward pass.
         progress: called with the number of tokens that were scored.
     """
     assert 1 <= stride <= context
-    tokens = sum(len(document.tokens) for document in documents)
+    tokens = sum(document.scored for document in documents)
     if tokens == 0:
-        raise UserError("no document holds a token; give a file with text in it")
-    spans = itertools.chain.from_iterable(windows(document.tokens, first, context, stride) for document in documents)
+        raise UserError("no document holds a token to predict; give a file with more text in it")
+    spans = itertools.chain.from_iterable(windows(document.tokens, context, stride) for document in documents)
     scores = score_spans(model, spans, batch_size, lambda batch: progress(sum(span.scored for span in batch)))
     nats = -sum(scores)
     size, words = sum(document.bytes for document in documents), sum(document.words for document in documents)
@@ -271,15 +273,15 @@ def continuation_span(tokenizer: Tokenizer, context: str, continuation: str, lon
 
     Args:
         tokenizer: of the model.
-        context: may be empty; then the token that begins (or ends) a text stands in its place.
+        context: may be empty; then what stands before a text, or else eos, is in its place.
         continuation: what is scored.
         longest: tokens a model reads; the context's beginning is cut off.
     """
     kept = context.rstrip()
     whole, given = tokenizer.encode(context + continuation), tokenizer.encode(kept)
-    begins = tokenizer.begins if tokenizer.begins or given else [first_token(tokenizer)]
+    begins = tokenizer.begins or ([] if given else tokenizer.encode_prompt(""))
     scored = len(whole) - len(given)
-    if not 0 < scored <= longest:
+    if not 0 < scored <= min(longest, len(begins) + len(whole) - 1):
         raise UserError(f"{continuation[:40]!r}: {scored} tokens do not fit into {longest}; raise --context")
     return Span([*begins, *whole][-(longest + 1) :], scored)
 

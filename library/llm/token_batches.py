@@ -8,7 +8,7 @@
     index.json                              dtype, vocabulary, for each split its shards and sizes; checksums of all
                                             other files, and of itself
 
-A document is its tokens between the tokenizer's first token (where that differs from the last) and its last token.
+A document is its tokens between those that the tokenizer puts before and behind a text; eos is always the last one.
 The main process reads documents and hands out about a megabyte of text at a time; workers tokenise; results are taken
 back in order, so the shards do not depend on the number of workers, and only a few chunks per worker are in flight, so
 memory stays flat. Which documents are held out is a function of seed and document. ``index.json`` is written last.
@@ -139,9 +139,7 @@ def write_corpus(
         shard_tokens: a shard's limit.
     """
     tokenizer = load_tokenizer(tokenizer_folder)
-    if tokenizer.eos is None:
-        raise UserError(f"{tokenizer_folder}: the tokenizer has no token that ends a text; add <|endoftext|> to it")
-    before, after = (np.array(tokens, dtype=np.uint32) for tokens in (tokenizer.begins, [tokenizer.eos]))
+    before, after = (np.array(tokens, dtype=np.uint32) for tokens in document_frame(tokenizer))
     dtype = token_dtype(tokenizer.vocab_size)
     writers = {split: ShardWriter(folder, split, dtype, shard_tokens) for split in get_args(Split)}
     number = 0
@@ -155,6 +153,14 @@ def write_corpus(
     splits: dict[Split, SplitIndex] = {name: writer.index for name, writer in writers.items()}
     write_index(folder, dtype, tokenizer.vocab_size, splits)
     return splits
+
+
+def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens that stand before and behind each document of a corpus; the last one is eos."""
+    if tokenizer.eos is None:
+        raise UserError("the tokenizer has no token that ends a text; add <|endoftext|> to it")
+    after = tokenizer.ends if tokenizer.ends[-1:] == [tokenizer.eos] else [*tokenizer.ends, tokenizer.eos]
+    return tokenizer.begins, after
 
 
 def _split_of(number: int, share: float, seed: int) -> Split:

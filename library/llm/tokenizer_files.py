@@ -23,6 +23,7 @@ from library.llm.tokenizers import (
     ADDED_TOKENS,
     GPT2_PATTERN,
     LLAMA3_PATTERN,
+    TOKENIZER_CONFIG,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     TiktokenTokenizer,
@@ -42,7 +43,8 @@ SPLITS = {
     "smollm": (r"\p{N}", GPT2_PATTERN),
     "tekken": (_TEKKEN_PATTERN,),
 }
-_WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is not put together by merges
+# a word that is a token is not put together by merges; texts begin with bos unless the file says otherwise
+_WHOLE_WORDS = _BEGIN_WITH_BOS = ("llama-bpe", "tekken")
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # of tokenizer.ggml.token_type; SentencePiece has the same numbers
 
 
@@ -55,15 +57,26 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         with reading(found):
             tokenizer = _read(found)
+            added = found.parent / ADDED_TOKENS
+            if added.is_file() and found.name != "tokenizer.json":  # tokenizer.json holds its own
+                numbers: dict[str, int] = read_json(added)
+                tokenizer.add_special_tokens(sorted(numbers, key=numbers.__getitem__))
+            if found.suffix.lower() != ".gguf" and (values := _config(found.parent)):
+                tokenizer.configure(values)
     except UserError:
         raise
     except Exception as error:  # three packages read these files; one of them raises plain Exception
         raise UserError(f"{found}: cannot be read as a tokenizer ({error}); download it again") from error
-    added = found.parent / ADDED_TOKENS
-    if added.is_file() and found.name != "tokenizer.json":  # tokenizer.json holds its own
-        numbers: dict[str, int] = read_json(added)
-        tokenizer.add_special_tokens(sorted(numbers, key=numbers.__getitem__))
     return tokenizer
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return what ``tokenizer_config.json`` in ``folder`` says, and, as in transformers, the older file of tokens."""
+    config, older = folder / TOKENIZER_CONFIG, folder / "special_tokens_map.json"
+    values = read_json(config) if config.is_file() else {}
+    if older.is_file() and "added_tokens_decoder" not in values:
+        values |= read_json(older)
+    return {key: value.get("content", value) if isinstance(value, dict) else value for key, value in values.items()}
 
 
 def _tokenizer_file(folder: Path) -> Path:
@@ -80,7 +93,7 @@ def _read(file: Path) -> Tokenizer:
     if file.suffix.lower() == ".gguf":
         return read_gguf_tokenizer(file)
     if file.suffix == ".json":
-        return HuggingFaceTokenizer.read(file)
+        return HuggingFaceTokenizer(tokenizers.Tokenizer.from_file(str(file)))
     if file.name in ("vocab.bpe", "merges.txt"):
         return TiktokenTokenizer.read_gpt2(file)
     with open(file, "rb") as raw:
@@ -113,12 +126,10 @@ def read_gguf_tokenizer(file: Path) -> Tokenizer:
             f"{file}: tokenizer.ggml.model {kind!r} is not read, gpt2 and llama are; give the model's tokenizer by "
             "itself (tokenizer)"
         )
-    names = _named(metadata)
-    begins = metadata.get(
-        "tokenizer.ggml.add_bos_token", kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-    )
-    tokenizer.bos = tokenizer.special.get(names.get("bos_token", "")) if begins else None
-    tokenizer.eos = tokenizer.special.get(names.get("eos_token", ""), tokenizer.eos)
+    tokenizer.configure({"tokenizer_class": "LlamaTokenizer" if kind == "llama" else None, **_named(metadata)})
+    by_default = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _BEGIN_WITH_BOS
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", by_default)
+    tokenizer.put_ends(adds_bos, metadata.get("tokenizer.ggml.add_eos_token", False))
     return tokenizer
 
 

@@ -11,6 +11,11 @@ a GGUF file                                   the vocabulary in its metadata (``
 
 Special tokens (``<|eot_id|>``) are made from text only on request: text that a user typed must not be able to end its
 own turn. New ones get the numbers after the last token; ``added_tokens.json`` beside the file holds them.
+
+What stands before and behind a text (``begins``, ``ends``) is what transformers' ``AutoTokenizer`` puts there: what the
+post-processor of ``tokenizer.json`` says; without that file ``add_bos_token`` and ``add_eos_token`` of
+``tokenizer_config.json``; in GGUF the keys of these names, else llama.cpp's defaults. Without any of them it is what
+Meta's and OpenAI's own programs do: Llama's texts begin with bos, GPT-2's with nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from typing import Any
 import sentencepiece
 import tiktoken
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from library.errors import UserError
 from library.files import atomic_path, read_json, write_text
@@ -54,7 +59,8 @@ _LLAMA3_SPECIAL = {
 _FIRST = ("<|begin_of_text|>", "<s>", "<|endoftext|>")
 _LAST = ("<|end_of_text|>", "</s>", "<|endoftext|>")
 _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>")
-ADDED_TOKENS = "added_tokens.json"
+_HAVE_BOS = ("Llama", "CodeLlama", "GPT2")  # transformers' classes with a bos where tokenizer_config.json names none
+ADDED_TOKENS, TOKENIZER_CONFIG = "added_tokens.json", "tokenizer_config.json"
 
 
 class Tokenizer(ABC):
@@ -62,12 +68,15 @@ class Tokenizer(ABC):
 
     Attributes:
         special: special token -> number.
-        bos, eos: the tokens that begin and end a text, where the vocabulary has them.
+        bos, eos: the tokens that are called so, where the vocabulary has them.
+        begins, ends: the tokens that stand before and behind those of a text.
     """
 
     special: dict[str, int]
     bos: int | None
     eos: int | None
+    begins: list[int]
+    ends: list[int]
 
     @property
     @abstractmethod
@@ -101,10 +110,25 @@ class Tokenizer(ABC):
         names = [self.eos, *(self.special.get(name) for name in _TURN_ENDS)]
         return tuple(dict.fromkeys(number for number in names if number is not None))
 
-    @property
-    def begins(self) -> list[int]:
-        """Return what stands before a text's own tokens: the first token, where texts do not end with it too."""
-        return [] if self.bos in (None, self.eos) else [self.bos]
+    def encode_whole(self, text: str) -> list[int]:
+        """Return ``text`` as a model reads it: its tokens between those that stand before and behind a text."""
+        return [*self.begins, *self.encode(text), *self.ends]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return ``text`` for a model to go on; eos stands for no text at all, as a model goes on from some token."""
+        whole = self.encode_whole(text)
+        return whole if whole or self.eos is None else [self.eos]
+
+    def configure(self, values: Mapping[str, Any]) -> None:
+        """Take from a ``tokenizer_config.json``, as transformers does, which tokens are called bos and eos."""
+        if "bos_token" in values or not str(values.get("tokenizer_class")).startswith(_HAVE_BOS):
+            self.bos = self.special.get(values.get("bos_token", ""))
+        self.eos = self.special.get(values.get("eos_token", ""), self.eos)  # answers and documents need one to end with
+
+    def put_ends(self, bos: bool, eos: bool) -> None:
+        """Let bos stand before, and eos behind a text, or not; only if there are such tokens."""
+        self.begins = [self.bos] if bos and self.bos is not None else []
+        self.ends = [self.eos] if eos and self.eos is not None else []
 
     def has_same_tokens(self, other: Tokenizer) -> bool:
         """Return whether each number means the same to ``other``."""
@@ -118,9 +142,16 @@ class Tokenizer(ABC):
         The texts of all tokens, and characters with all bytes, are encoded; how a file is written does not count.
         """
         texts = [self.decode([number]) for number in range(self.vocab_size)]
-        numbers = self.encode("\n".join([*texts, *map(chr, range(1, 0xD800, 61))]))
+        numbers = self.encode_whole("\n".join([*texts, *map(chr, range(1, 0xD800, 61))]))
         known = repr((sorted(self.special.items()), self.bos, self.eos, texts, numbers))
         return hashlib.sha256(known.encode()).hexdigest()[:32]
+
+    def _save_config(self, folder: str | Path, values: Mapping[str, Any]) -> None:
+        """Write ``values`` and what transformers is to know of first and last tokens."""
+        names: dict[int | None, str] = {number: name for name, number in self.special.items()}
+        adds = {"add_bos_token": bool(self.begins), "add_eos_token": bool(self.ends)}
+        values = {**values, "bos_token": names.get(self.bos), "eos_token": names.get(self.eos), **adds}
+        write_text(Path(folder) / TOKENIZER_CONFIG, json.dumps(values, indent=2) + "\n")
 
     def _find_ends(self) -> None:
         self.bos = next((self.special[name] for name in _FIRST if name in self.special), None)
@@ -128,30 +159,33 @@ class Tokenizer(ABC):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json``; normaliser, splitting and decoder are as it says, its post-processor is not used."""
+    """A ``tokenizer.json``; normaliser, splitting, decoder and what stands around a text are as it says."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        inner.no_truncation()  # nor does transformers cut or pad, unless it is asked to
+        inner.no_padding()
         self.inner = inner
         self._refresh()
+        self._find_ends()
+        self.begins, self.ends = _around(inner)
 
-    @classmethod
-    def read(cls, file: Path) -> HuggingFaceTokenizer:
-        """Read ``file`` and, where it lies beside it, what ``tokenizer_config.json`` says of first and last tokens."""
-        ours = cls(tokenizers.Tokenizer.from_file(str(file)))
-        config = file.with_name("tokenizer_config.json")
-        if config.is_file():
-            values = read_json(config)
-            for kind in ("bos", "eos"):
-                name = values.get(f"{kind}_token")
-                name = name.get("content") if isinstance(name, dict) else name
-                if name in ours.special:
-                    setattr(ours, kind, ours.special[name])
-        return ours
+    def configure(self, values: Mapping[str, Any]) -> None:
+        """Take which tokens are called bos and eos; the post-processor has said whether they are added."""
+        named = {values.get(key) or "" for key in ("bos_token", "eos_token")} - self.special.keys()
+        self._extend([name for name in named if self.inner.token_to_id(name) is not None])
+        super().configure(values)
+
+    def put_ends(self, bos: bool, eos: bool) -> None:
+        """Let bos stand before, and eos behind a text, by a post-processor."""
+        super().put_ends(bos, eos)
+        names = {number: name for name, number in self.special.items()}
+        added = [(names[number], number) for number in {*self.begins, *self.ends}]
+        single = [*map(names.__getitem__, self.begins), "$A", *map(names.__getitem__, self.ends)]
+        self.inner.post_processor = processors.TemplateProcessing(single, special_tokens=added)
 
     def _refresh(self) -> None:
         added = self.inner.get_added_tokens_decoder().items()
         self.special = {token.content: number for number, token in added if token.special}
-        self._find_ends()
 
     @property
     def vocab_size(self) -> int:
@@ -171,34 +205,35 @@ class HuggingFaceTokenizer(Tokenizer):
         """Write ``tokenizer.json`` and ``tokenizer_config.json``, which transformers reads too."""
         self.inner.encode_special_tokens = False
         write_text(Path(folder) / "tokenizer.json", self.inner.to_str(pretty=True))
-        names = {number: name for name, number in self.special.items()}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        for kind, number in (("bos", self.bos), ("eos", self.eos)):
-            if number is not None:
-                config[f"{kind}_token"] = names[number]
-        write_text(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+        self._save_config(folder, {"tokenizer_class": "PreTrainedTokenizerFast"})
 
     def _extend(self, names: Sequence[str]) -> None:
-        bos, eos = self.bos, self.eos
         self.inner.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
         self._refresh()
-        self.bos, self.eos = bos if bos is not None else self.bos, eos if eos is not None else self.eos
 
 
 class _PublishedTokenizer(Tokenizer):
     """A tokenizer that is saved as the files it came from, beside which lie the special tokens that were added."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
+    def __init__(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
+        """Take the files, and what ``tokenizer_config.json`` says beside them."""
+        self._files, self._values = files, values
         self._added: dict[str, int] = {}
 
+    def configure(self, values: Mapping[str, Any]) -> None:
+        """Take which tokens are called bos and eos, and whether they are added."""
+        super().configure(values)
+        self._values = {**self._values, **values}
+        self.put_ends(values.get("add_bos_token", False), values.get("add_eos_token", False))
+
     def save(self, folder: str | Path) -> None:
-        """Copy the files it came from, and write the special tokens that were added."""
+        """Copy the files it came from; write the special tokens that were added and ``tokenizer_config.json``."""
         for file in self._files:
             with atomic_path(Path(folder) / file.name) as temporary:
                 shutil.copyfile(file, temporary)
         if self._added:
             write_text(Path(folder) / ADDED_TOKENS, json.dumps(self._added, indent=2) + "\n")
+        self._save_config(folder, self._values)
 
     def _extend(self, names: Sequence[str]) -> None:
         numbers = range(self.vocab_size, self.vocab_size + len(names))
@@ -210,12 +245,15 @@ class TiktokenTokenizer(_PublishedTokenizer):
     """Byte-level BPE by ranks, run by ``tiktoken``."""
 
     def __init__(
-        self, ranks: dict[bytes, int], pattern: str, special: Mapping[str, int], files: Sequence[Path]
+        self, ranks: dict[bytes, int], pattern: str, special: dict[str, int], files: list[Path], values: dict[str, Any]
     ) -> None:
-        super().__init__(files)
+        """Take tokens and ranks, the pattern that splits a text, special tokens, and what its base takes."""
+        super().__init__(files, values)
         self._ranks, self._pattern = ranks, pattern
         self.special = dict(special)
         self._build()
+        self._find_ends()
+        self.put_ends(bos=self.bos != self.eos, eos=False)
 
     @classmethod
     def read_llama3(cls, file: Path) -> TiktokenTokenizer:
@@ -228,7 +266,8 @@ class TiktokenTokenizer(_PublishedTokenizer):
             if name is None:
                 name, reserved = f"<|reserved_special_token_{reserved}|>", reserved + 1
             special[name] = len(ranks) + i
-        return cls(ranks, LLAMA3_PATTERN, special, [file])
+        values = {"tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": [*special]}
+        return cls(ranks, LLAMA3_PATTERN, special, [file], values)
 
     @classmethod
     def read_gpt2(cls, merges: Path) -> TiktokenTokenizer:
@@ -246,13 +285,12 @@ class TiktokenTokenizer(_PublishedTokenizer):
             for token, number in numbers.items()
             if token not in special
         }
-        return cls(ranks, GPT2_PATTERN, special, [merges, vocabulary])
+        return cls(ranks, GPT2_PATTERN, special, [merges, vocabulary], {"tokenizer_class": "GPT2Tokenizer"})
 
     def _build(self) -> None:
         self._encoding = tiktoken.Encoding(
             "tandem", pat_str=self._pattern, mergeable_ranks=self._ranks, special_tokens=self.special
         )
-        self._find_ends()
 
     @property
     def vocab_size(self) -> int:
@@ -287,13 +325,14 @@ class SentencePieceTokenizer(_PublishedTokenizer):
 
     def __init__(self, file: Path, model: bytes | None = None) -> None:
         """Read ``file``; or ``model``, what such a file would hold."""
-        super().__init__([file])
+        super().__init__([file], {"tokenizer_class": "LlamaTokenizer"})
         self._bytes = model
         given = {"model_file": str(file)} if model is None else {"model_proto": model}
         self._model = sentencepiece.SentencePieceProcessor(**given)
         control = [i for i in range(self._model.vocab_size()) if self._model.is_control(i) or self._model.is_unknown(i)]
         self.special = {self._model.id_to_piece(i): i for i in control}
         self._find_ends()
+        self.put_ends(bos=True, eos=False)
 
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.model``, and the special tokens that were added."""
@@ -362,6 +401,8 @@ def train_bpe(
 ) -> HuggingFaceTokenizer:
     """Return a byte-level BPE trained on ``texts``, split into words as Llama 3 does.
 
+    If one special token begins texts and another ends them (Llama's), the first stands before a text.
+
     Args:
         texts: any number of texts; read once.
         vocab_size: tokens in all, at least 256 bytes and the special ones.
@@ -381,7 +422,9 @@ def train_bpe(
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
-    return HuggingFaceTokenizer(inner)
+    tokenizer = HuggingFaceTokenizer(inner)
+    tokenizer.put_ends(bos=tokenizer.bos != tokenizer.eos, eos=False)
+    return tokenizer
 
 
 class IncrementalDecoder:
@@ -408,6 +451,15 @@ class IncrementalDecoder:
     def _pending(self) -> str:
         before = self._tokenizer.decode(self._tokens[: self._shown], skip_special=True)
         return self._tokenizer.decode(self._tokens, skip_special=True)[len(before) :]
+
+
+def _around(inner: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens that the post-processor of ``inner`` puts before and behind a text."""
+    text = 2**32 - 1  # no token of any vocabulary
+    probe = tokenizers.Tokenizer(models.WordLevel({"text": text}, unk_token="text"))
+    probe.post_processor = inner.post_processor or processors.ByteLevel()  # which adds nothing
+    numbers = probe.encode("text").ids
+    return numbers[: numbers.index(text)], numbers[numbers.index(text) + 1 :]
 
 
 def _whole_characters(text: str) -> str:

@@ -119,6 +119,7 @@ def as_hugging_face(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
     assert isinstance(tokenizer, TiktokenTokenizer | SentencePieceTokenizer)
     ours = HuggingFaceTokenizer(tokenizer.converted())
     ours.bos, ours.eos = tokenizer.bos, tokenizer.eos
+    ours.put_ends(bool(tokenizer.begins), bool(tokenizer.ends))
     texts = [tokenizer.decode([number]) for number in range(tokenizer.vocab_size)]
     for probe in ("\n".join([*texts, *map(chr, range(1, 0xD800, 61))]), "  ".join(texts)):
         if ours.special != tokenizer.special or ours.encode(probe) != tokenizer.encode(probe):

@@ -132,7 +132,7 @@ def test_a_base_model_continues_and_goes_on(folders: dict[str, Path]) -> None:
     tokenizer = conversation.template.tokenizer
     first = say(model, conversation, "the cat sat")
     second = say(model, conversation, "")
-    once = generate_tokens(model, [[tokenizer.bos, *tokenizer.encode("the cat sat")]], SamplingSettings(48, 0))[0]
+    once = generate_tokens(model, [tokenizer.encode("the cat sat")], SamplingSettings(48, 0))[0]
     assert first + second == tokenizer.decode(once)
     assert conversation.stats is not None
     assert conversation.stats.computed == 1  # the token that was said last

@@ -146,7 +146,6 @@ def test_a_separator_divides_a_text_file(tmp_path: Path) -> None:
         ("a.jsonl", '{"content": "x"}', "a.jsonl:1: no key 'text'; set --text_key"),
         ("a.jsonl", '{"text": 3}', "a.jsonl:1: 'text' holds no text"),
         ("a.parquet", "x", "not a readable parquet file"),
-        ("a.csv", "x", "not one of .txt, .md, .jsonl, .parquet"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(name: str, content: str, message: str, tmp_path: Path) -> None:
@@ -267,6 +266,16 @@ def test_columns_of_text_alone_are_read(tmp_path: Path) -> None:
     path.write_bytes(b"no parquet file at all")
     with pytest.raises(UserError, match=r"rows\.parquet: not a readable parquet file"):
         list(read_documents(path))
+
+
+def test_a_named_file_of_any_suffix_is_text_and_a_folder_keeps_to_those_known(tmp_path: Path) -> None:
+    for name in ("LICENSE", "notes.rst", "main.py", "a.txt"):
+        (tmp_path / name).write_text(name)
+        assert texts(tmp_path / name) == [name]
+    assert texts(tmp_path) == ["a.txt"]
+    (tmp_path / "weights.bin").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(UserError, match=r"weights\.bin: not UTF-8"):
+        texts(tmp_path / "weights.bin")
 
 
 def test_a_folder_of_arrow_files_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -330,14 +330,22 @@ def test_a_bpe_gives_the_tokens_of_the_published_one(pre: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("pre", "says", "begins"), [("llama-bpe", None, True), ("llama-bpe", False, False), ("smollm", None, False)]
+    ("pre", "says", "begins"),
+    [
+        ("llama-bpe", None, True),  # llama.cpp, src/llama-vocab.cpp
+        ("llama-bpe", False, False),
+        ("smollm", None, False),
+        ("qwen2", True, True),
+        ("gpt-2", None, False),
+    ],
 )
 def test_a_text_begins_as_the_file_says(pre: str, says: bool | None, begins: bool, tmp_path: Path) -> None:
     inner = published(pre)
-    more: dict[str, Any] = {} if says is None else {"add_bos_token": says}
-    first = inner.token_to_id("<|im_start|>")
-    ours = load_tokenizer(write_bpe(tmp_path / "m.gguf", inner, pre, bos_token_id=first, **more))
-    assert ours.bos == (first if begins else None)
+    more: dict[str, Any] = {} if says is None else {"add_bos_token": says, "add_eos_token": says}
+    first, last = map(inner.token_to_id, ("<|im_start|>", "<|im_end|>"))
+    ours = load_tokenizer(write_bpe(tmp_path / "m.gguf", inner, pre, bos_token_id=first, eos_token_id=last, **more))
+    assert (ours.bos, ours.eos) == (first, last)
+    assert ours.encode_whole("hi") == [first] * begins + inner.encode("hi").ids + [last] * bool(says)
 
 
 def test_a_sentencepiece_model_gives_the_tokens_of_the_published_one(tmp_path: Path) -> None:

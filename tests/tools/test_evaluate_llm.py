@@ -60,11 +60,11 @@ def test_everything_is_measured_shown_and_saved(
     found = run(folder, *what, "--save_to", str(tmp_path / "a" / "scores.json"))
     own = found["perplexity"][str(folder / "text.txt")]
     assert own["perplexity"] == pytest.approx(257, rel=1e-5)
-    assert (own["tokens"], own["bytes"], own["words"], own["documents"]) == (29, 29, 5, 1)
-    assert own["bits_per_byte"] == pytest.approx(log2(257), rel=1e-6)
-    assert own["word_perplexity"] == pytest.approx(257 ** (29 / 5), rel=1e-4)
+    assert (own["tokens"], own["bytes"], own["words"], own["documents"]) == (28, 29, 5, 1)  # a byte is given
+    assert own["bits_per_byte"] == pytest.approx(log2(257) * 28 / 29, rel=1e-6)
+    assert own["word_perplexity"] == pytest.approx(257 ** (28 / 5), rel=1e-4)
     assert (own["context"], own["stride"]) == (64, 32)
-    assert found["perplexity"][str(folder / "long.jsonl")]["tokens"] == 3 * 9 * 29
+    assert found["perplexity"][str(folder / "long.jsonl")]["tokens"] == 3 * (9 * 29 - 1)
     # the shortest ending wins (2 of 3 right); per character " " + ending costs (n + 1) / n bytes: the longest wins
     assert found["choices"][str(folder / "questions.jsonl")]["acc"] == pytest.approx(2 / 3)
     assert found["choices"][str(folder / "questions.jsonl")]["acc_norm"] == pytest.approx(1 / 3)
@@ -78,7 +78,7 @@ def test_everything_is_measured_shown_and_saved(
 def test_window_and_limit_are_as_asked(folder: Path) -> None:
     found = run(folder, "--perplexity", "long.jsonl", "--context", "16", "--stride", "4", "--limit", "2")
     (own,) = found["perplexity"].values()
-    assert (own["documents"], own["context"], own["stride"], own["tokens"]) == (2, 16, 4, 2 * 9 * 29)
+    assert (own["documents"], own["context"], own["stride"], own["tokens"]) == (2, 16, 4, 2 * (9 * 29 - 1))
     (own,) = run(folder, "--choices", "questions.jsonl", "--limit", "2")["choices"].values()
     assert own["questions"] == 2
     assert own["acc"] == 0.5
@@ -95,7 +95,7 @@ def test_a_lora_of_peft_is_part_of_the_model(folder: Path, tmp_path: Path) -> No
         if "lora_B" in name:  # zero in a fresh adapter
             torch.nn.init.normal_(parameter, std=0.3)
     tuned.save_pretrained(tmp_path / "lora")
-    ids = torch.tensor([[0, *load_tokenizer(folder / "model").encode(TEXT)]])
+    ids = torch.tensor([load_tokenizer(folder / "model").encode(TEXT)])
     with torch.no_grad():
         expected = tuned(ids, labels=ids).loss.item()
         with tuned.disable_adapter():

@@ -116,9 +116,8 @@ class Pretraining(Task):
         self._read_published()
         self.resume_keys = resume_keys(config) | {TOKENIZER: self.tokenizer.fingerprint()}
         if prompts := config.sampling.sample_prompts:
-            first = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
             self.sampler = TextSampler(
-                config.sampling, [first + self.tokenizer.encode(prompt) for prompt in prompts],
+                config.sampling, [self.tokenizer.encode_prompt(prompt) for prompt in prompts],
                 self.tokenizer, self.tokenizer.stop_tokens, config.training.seed,
                 self.names.folder / "samples", "{:08d}.txt", str.__add__, self.accelerator, self.console,
             )  # fmt: skip
