@@ -2,13 +2,14 @@
 
     {"id": 1, "do": "load", "model": "output/llama", "lora": "output/assistant", "strength": 0.8}
     {"id": 2, "do": "answer", "model": ..., "turns": [], "message": "hello", "settings": {"temperature": 0}}
+    {"id": 3, "do": "answer", "model": ..., "messages": [], "tools": [], "stop": [], "settings": {"seed": 1}, ...}
     {"do": "stop", "id": 2}
 
-The page (library/web/chat.py) starts this process; in a terminal, tools/generate.py answers prompts.
+The page (library/web/chat.py, openai_api.py) starts this process; in a terminal, tools/generate.py answers prompts.
 
 A request carries its whole conversation. This process keeps only the model and the KV cache, and the next request
 reuses the cache as far as both conversations begin alike. Events carry the request's id: ``ready`` (the model is in
-memory), ``piece`` for each piece of text, and finally ``done`` or ``error``.
+memory, and of an answer the first token is known), ``piece`` for each token, and finally ``done`` or ``error``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import queue
 import sys
 import threading
 from contextlib import closing
-from dataclasses import astuple
+from copy import copy
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,8 +33,10 @@ from tools.command import answer_early, tool_parser
 
 answer_early(__name__, lambda: tool_parser(__doc__).parse_args())
 
-from library.llm.chat_session import ChatSession
-from library.llm.chat_templates import PromptTemplate, Turn, load_prompt_template
+from library.llm.answers import CALL_MARKS, AnswerReader
+from library.llm.chat_batches import read_message, read_tools, unread_keys
+from library.llm.chat_session import ChatSession, PromptTooLong
+from library.llm.chat_templates import ChatTemplate, PromptTemplate, Turn, load_prompt_template
 from library.llm.generation import SamplingSettings
 from library.llm.tokenizer_files import load_tokenizer
 from library.models.llm.files import open_lm
@@ -43,7 +47,7 @@ from networks.network import AdapterNetwork
 from tools.command import load_language_model
 
 Request = dict[str, Any]
-_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}  # how the page's form writes "off"
+_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}  # how the page's form and OpenAI's API write "off"
 
 
 class LoadedModel:
@@ -152,39 +156,101 @@ class _Answerer:
         self._id = request["id"]
         try:
             lora, strength = request.get("lora") or None, float(request.get("strength", 1))
-            conversation = self._loaded.use(request["model"], lora, strength)
-            has_turns = conversation.template.has_turns
-            self.send("ready", introduction=self._loaded.introduction(), has_turns=has_turns)
-            self.send("done", **(self._answer(conversation, request) if request["do"] == "answer" else {}))
+            session = self._loaded.use(request["model"], lora, strength)
+            if request["do"] == "load":
+                self._send_ready(session)
+            self.send("done", **(self._answer(session, request) if request["do"] == "answer" else {}))
         except UserError as error:
-            self.send("error", error=one_line(error))
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+            self.send("error", error=one_line(error), status=400, code=code)
         except Exception as error:  # out of memory on the card, a request of another version: the next may succeed
             self.send("error", error=f"{type(error).__name__}: {reason_of(error)}")
 
-    def _answer(self, conversation: ChatSession, request: Request) -> dict[str, Any]:
-        has_turns, given = conversation.template.has_turns, request["settings"]
-        is_drawn = given.get("temperature", 1) > 0
-        off = {name for name, value in _OFF.items() if not is_drawn or given.get(name) == value}
-        settings = SamplingSettings(**{name: value for name, value in given.items() if name not in off})
-        turns = [Turn(question, answer, tuple(tokens), ended) for question, answer, tokens, ended in request["turns"]]
-        if request.get("has_turns", has_turns) is not has_turns:  # plain text cannot continue a chat in turns
-            turns = []
-        conversation.restore(turns, request.get("system", "") if has_turns else "")
-        with closing(conversation.answer(self._loaded.model, request["message"], settings)) as pieces:
+    def _answer(self, session: ChatSession, request: Request) -> dict[str, Any]:
+        """Send an answer's parts; return the last of them, its ending and figures, and the page's new turn."""
+        settings = sampling_settings(request["settings"], session.context)
+        prompt, remarks = prompt_of(session, request, settings.max_new_tokens)
+        settings = replace(settings, seed=settings.seed + len(request.get("turns", ())))  # other numbers each turn
+        tools = {tool["function"]["name"] for tool in read_tools(request, "tools")}
+        is_thinking = session.template.tokenizer.decode(prompt[-8:]).rstrip().endswith("<think>")
+        reader = AnswerReader(request.get("stop", ()), is_thinking, tools, is_chat="messages" in request)
+        text, shown = "", CALL_MARKS if tools else ()
+        with closing(session.answer(self._loaded.model, prompt, settings, shown)) as pieces:
             for piece in pieces:
-                if piece:
-                    self.send("piece", text=piece)
-                if self._id in self.stopped:
+                if not reader.has_begun:
+                    self._send_ready(session)
+                self.send("piece", parts=reader.add(piece))
+                text += piece
+                if reader.is_stopped or self._id in self.stopped:
                     break
-        new, stats, remarks = conversation.turns[len(turns) :], conversation.stats, list(conversation.remarks)
-        assert stats is not None
-        if stats.ending == "max_new_tokens":
-            remarks.append(f"the answer was cut off after {stats.tokens} tokens (max_new_tokens)")
+        stats, parts, number = session.stats, reader.end(), len(session.stats.tokens)
+        is_cut = stats.ending in ("max_new_tokens", "context") and not reader.is_stopped
+        if is_cut:
+            limit = "max_new_tokens" if stats.ending == "max_new_tokens" else f"context of {session.context} tokens"
+            remarks.append(f"the answer was cut off after {number} tokens ({limit})")
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": number, "total_tokens": len(prompt) + number}
+        turn = Turn(request.get("message", ""), text, stats.tokens, stats.ending == "model")
         report = (
-            f"{stats.tokens} tokens in {stats.seconds:.1f} s ({stats.tokens / max(stats.seconds, 1e-9):.1f}/s); of the "
+            f"{number} tokens in {stats.seconds:.1f} s ({number / max(stats.seconds, 1e-9):.1f}/s); of the "
             f"prompt {stats.computed} tokens were new, {stats.cached} known"
         )
-        return {"turn": astuple(new[0]) if new else None, "report": report, "remarks": remarks}
+        return {
+            "parts": parts,
+            "finish_reason": "tool_calls" if "tool_calls" in parts else "length" if is_cut else "stop",
+            "usage": usage | {"prompt_tokens_details": {"cached_tokens": stats.cached}},
+            "turn": astuple(turn) if number else None,
+            "report": report,
+            "remarks": remarks,
+        }
+
+    def _send_ready(self, session: ChatSession) -> None:
+        self.send("ready", introduction=self._loaded.introduction(), has_turns=session.template.has_turns)
+
+
+def prompt_of(session: ChatSession, request: Request, wanted: int) -> tuple[list[int], list[str]]:
+    """Return the tokens of a request's prompt, and remarks about it.
+
+    The page sends turns and a message, and the oldest may be left out for ``wanted`` tokens of an answer. A client of
+    the API sends messages, or a text or its tokens.
+    """
+    template, tokenizer = session.template, session.template.tokenizer
+    if "turns" in request:
+        turns = [Turn(question, answer, tuple(tokens), ended) for question, answer, tokens, ended in request["turns"]]
+        if request.get("has_turns", template.has_turns) is not template.has_turns:
+            turns = []  # plain text cannot continue a chat in turns
+        return session.prompt(request.get("system", "") * template.has_turns, turns, request["message"], wanted)
+    if "messages" not in request:
+        text = request["prompt"]
+        return (tokenizer.encode_prompt(text) if isinstance(text, str) else text), []
+    if not isinstance(template, ChatTemplate):
+        raise UserError("model: has no chat template and only continues text; ask /v1/completions, or another model")
+    messages = []
+    for number, message in enumerate(request["messages"], 1):
+        messages.append(read_message(message, f"messages: {number}")[0])
+        if unread := unread_keys(message):
+            raise UserError(f"messages: {number}: this server does not know {unread[0]!r}; remove it")
+    template, tools = copy(template), read_tools(request, "tools")
+    template.arguments = {**template.arguments, **request["arguments"]}
+    prompt = template.prompt_tokens(messages, tools)
+    text, calls = (
+        tokenizer.decode(prompt),
+        (call for message in messages for call in message.more.get("tool_calls", ())),
+    )
+    for name in (function["function"]["name"] for function in (*tools, *calls)):
+        if name not in text:
+            raise UserError(
+                f"tools: the model's chat template does not write {name!r} into the prompt; describe the tools in the "
+                "system message, or use a model whose template has them"
+            )
+    return prompt, []
+
+
+def sampling_settings(given: dict[str, Any], context: int) -> SamplingSettings:
+    """Return settings as the page and clients write them; an answer without a limit may fill the context."""
+    is_drawn = given.get("temperature", 1) > 0
+    off = {name for name, value in _OFF.items() if not is_drawn or given.get(name) == value}
+    settings = {name: value for name, value in given.items() if name not in off}
+    return SamplingSettings(**{"max_new_tokens": context, **settings})
 
 
 def serve() -> NoReturn:

@@ -110,12 +110,12 @@ def parse_chat(record: Any, where: str) -> Chat:
         raise UserError(f"{where}: has {keys}, which is no known shape; a record has {_SHAPES}")
     if isinstance(record.get("system"), str) and record["system"] and not _begins_with_system(turns):
         turns, read = [{"role": "system", "content": record["system"]}, *turns], [*read, "system"]
-    tools, read = _tools(record, where), [*read, *_TOOLS]
-    messages = [_message(turn, where) for turn in turns]
+    tools, read = read_tools(record, where), [*read, *_TOOLS]
+    messages = [read_message(turn, where) for turn in turns]
     if not any(is_trained for _, is_trained in messages):
         raise UserError(f"{where}: the assistant says nothing to train on; remove the record")
     unread = [str(key) for key, value in record.items() if key not in read and value not in _EMPTY]
-    unread += dict.fromkeys(f"message: {key}" for turn in turns for key in _unread_of(turn))
+    unread += dict.fromkeys(f"message: {key}" for turn in turns for key in unread_keys(turn))
     trained = tuple(is_trained for _, is_trained in messages)
     return Chat(tuple(message for message, _ in messages), trained, where, tuple(unread), tools)
 
@@ -149,14 +149,15 @@ def _begins_with_system(turns: Sequence[Any]) -> bool:
     return bool(turns) and isinstance(turns[0], Mapping) and turns[0].get("role", turns[0].get("from")) == "system"
 
 
-def _unread_of(turn: Mapping[str, Any]) -> list[str]:
+def unread_keys(turn: Mapping[str, Any]) -> list[str]:
     """Return the keys of a message that hold something and that nothing reads."""
     read = {"role" if "role" in turn else "from", "content" if "content" in turn else "value", "function_call", *_MORE}
     read |= {key for key in ("weight", "train") if turn.get(key) in (0, 1)}  # a message counts, or it does not
     return [str(key) for key, value in turn.items() if key not in read and value not in _EMPTY]
 
 
-def _message(turn: Any, where: str) -> tuple[Message, bool]:
+def read_message(turn: Any, where: str) -> tuple[Message, bool]:
+    """Return a message and whether it is trained on; raises a UserError that begins with ``where``."""
     if not isinstance(turn, Mapping):
         raise UserError(f"{where}: a message is no object with role and content; correct it")
     name = turn.get("role", turn.get("from"))
@@ -193,7 +194,8 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     return made
 
 
-def _tools(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
+def read_tools(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the functions that may be called in a record; raises a UserError that begins with ``where``."""
     tools: Any = _from_json(next((record[key] for key in _TOOLS if record.get(key) not in _EMPTY), []), where)
     if not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         raise UserError(f"{where}: tools are no list of JSON schemas; write OpenAI's tools")

@@ -124,9 +124,14 @@ class TextTemplate(PromptTemplate):
         tokens, open_end = [*self.tokenizer.begins], False
         for turn in turns:
             tokens += self._typed(turn.question, open_end)
-            tokens += turn.tokens or self.tokenizer.encode(turn.answer)
+            tokens += turn.tokens if self._spells(turn) else self.tokenizer.encode(turn.answer)
             open_end = not turn.ended
         return tokens + self._typed(text, open_end)
+
+    def _spells(self, turn: Turn) -> bool:
+        """Return whether the turn's tokens are its answer: they may come from another tokenizer."""
+        known = set(turn.tokens) <= set(range(self.tokenizer.vocab_size))
+        return known and self.tokenizer.decode(turn.tokens, skip_special=True) == turn.answer
 
     def _typed(self, text: str, after_text: bool) -> list[int]:
         return self.tokenizer.encode(f"\n{text}" if text and after_text else text)
@@ -206,15 +211,13 @@ class ChatTemplate(PromptTemplate):
                 **{**self.names, **self.arguments},
             )
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            reason: object = error
             if any(message.content is None for message in messages):  # some want a text beside a call
                 filled = [message._replace(content=message.content or "") for message in messages]
                 text, spans = self.render(filled, tools, answer_next)
                 if all(name in plain(text) for message in messages for name in message.called):
                     return text, spans
-                reason = "it has no place for calls of tools, as chatml has"
             raise UserError(
-                f"chat_template: {self.name} refuses the conversation ({reason}); correct it or choose another template"
+                f"chat_template: {self.name} refuses the conversation ({error}); correct it or choose another template"
             ) from None
         return texts[0], list(spans[0]) if is_marked else []
 

@@ -142,10 +142,7 @@ class Tokenizer(ABC):
         The texts of all tokens, and characters with all bytes, are encoded; how a file is written does not count.
         """
         texts = [self.decode([number]) for number in range(self.vocab_size)]
-        usual = [] if self.bos in (None, self.eos) else [self.bos]
-        is_usual = self.begins == usual and not self.ends  # states of earlier versions then have the same digits
-        encode = self.encode if is_usual else self.encode_whole
-        numbers = encode("\n".join([*texts, *map(chr, range(1, 0xD800, 61))]))
+        numbers = self.encode_whole("\n".join([*texts, *map(chr, range(1, 0xD800, 61))]))
         known = repr((sorted(self.special.items()), self.bos, self.eos, texts, numbers))
         return hashlib.sha256(known.encode()).hexdigest()[:32]
 
@@ -328,7 +325,8 @@ class SentencePieceTokenizer(_PublishedTokenizer):
 
     def __init__(self, file: Path, model: bytes | None = None) -> None:
         """Read ``file``; or ``model``, what such a file would hold."""
-        super().__init__([], {"tokenizer_class": "LlamaTokenizer"})
+        super().__init__([file], {"tokenizer_class": "LlamaTokenizer"})
+        self._bytes = model
         given = {"model_file": str(file)} if model is None else {"model_proto": model}
         self._model = sentencepiece.SentencePieceProcessor(**given)
         control = [i for i in range(self._model.vocab_size()) if self._model.is_control(i) or self._model.is_unknown(i)]
@@ -338,8 +336,10 @@ class SentencePieceTokenizer(_PublishedTokenizer):
 
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.model``, and the special tokens that were added."""
-        with atomic_path(Path(folder) / "tokenizer.model") as temporary:
-            temporary.write_bytes(self._model.serialized_model_proto())
+        if self._bytes is not None:
+            with atomic_path(Path(folder) / "tokenizer.model") as temporary:
+                temporary.write_bytes(self._bytes)
+            self._files = []
         super().save(folder)
 
     @property
@@ -430,13 +430,18 @@ def train_bpe(
 class IncrementalDecoder:
     """Turns tokens into text as they come; holds back a character whose bytes are not complete."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Iterable[str] = ()) -> None:
+        """``shown``: names of special tokens that are part of the text; the others are left out."""
         self._tokenizer = tokenizer
+        self._names = {tokenizer.special[name]: name for name in shown if name in tokenizer.special}
         self._tokens: list[int] = []
         self._shown = 0  # tokens whose text is out; a few of them are decoded again, as blanks depend on neighbours
 
     def add(self, token: int) -> str:
         """Return the text that ``token`` makes certain, maybe none."""
+        if token in self._names:
+            text, self._tokens, self._shown = self.rest() + self._names[token], [], 0
+            return text
         self._tokens.append(token)
         text = self._pending()
         if text.endswith("�") and len(self._tokens) - self._shown < 8:

@@ -6,8 +6,9 @@ page was given (:class:`AllowedRoots`); what comes back is the resolved path, so
 *Requests.* :class:`Guard` stands before the application. A browser sends along from where a request comes
 (``Sec-Fetch-Site``, ``Origin``), so that another site's page can neither read nor press anything; a name that is not
 this machine's (DNS rebinding) is refused by its ``Host``. On an address that others reach, each request needs the token
-that was printed at the start: ``?token=`` once, a cookie from then on. The policy in every answer lets a page load
-scripts from this server alone, so HTML in a caption would not run even if it were not escaped.
+that was printed at the start: ``?token=`` once and a cookie from then on, or ``Authorization: Bearer``. The policy in
+every answer lets a page load scripts from this server alone, so HTML in a caption would not run even if it were not
+escaped.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from library.errors import UserError, printable
+from library.errors import UserError, one_line, printable
 
 STATE = ".tandem"  # in the first output folder: jobs, and what was undone
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -37,6 +38,16 @@ _POLICY = (
 
 class Refused(UserError):
     """A path outside of the folders that the page was given."""
+
+
+class ApiError(UserError):
+    """A request below /v1 that gets no answer; the parameter to blame, if it is one, begins the message."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        kind, param = "invalid_request_error" if status < 500 else "server_error", message.partition(":")[0]
+        told = {"message": one_line(self), "type": kind, "param": param if param.isidentifier() else None, "code": code}
+        self.status, self.told = status, {"error": told}
 
 
 @dataclass(frozen=True)
@@ -156,6 +167,8 @@ class Guard:
             await send(message)
 
         answer = self._refusal(Request(scope))
+        if answer is not None and scope["path"].startswith("/v1/"):  # whose clients read OpenAI's errors
+            answer = JSONResponse(ApiError(bytes(answer.body).decode(), answer.status_code).told, answer.status_code)
         await (answer or self._app)(scope, receive, with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
@@ -186,6 +199,8 @@ class Guard:
             answer = RedirectResponse(request.url.path, 303)
             answer.set_cookie("tandem_token", self._token, httponly=True, samesite="strict", max_age=30 * 86400)
             return answer
-        if hmac.compare_digest(request.cookies.get("tandem_token", "").encode(), self._token.encode()):
-            return None
+        kind, _, key = request.headers.get("authorization", "").partition(" ")  # as clients of an API send it
+        for sent in (request.cookies.get("tandem_token", ""), key.strip() if kind.lower() == "bearer" else ""):
+            if hmac.compare_digest(sent.encode(), self._token.encode()):
+                return None
         return PlainTextResponse("Open the address with ?token= that was printed when the page was started.", 401)

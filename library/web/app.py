@@ -53,7 +53,7 @@ def send_file(site: Site, request: Request, form: Form) -> Response:
 
 def create_app(roots: AllowedRoots, port: int, token: str | None = None) -> ASGIApp:
     """Return the page over ``roots``; ``token``: asked of everybody, None on an address of this machine alone."""
-    from library.web import chat, data, generate, new_run, precision, runs, trash
+    from library.web import chat, data, generate, new_run, openai_api, precision, runs, trash
 
     site = Site.of(roots)
     cards()  # the first visit finds an answer
@@ -65,6 +65,7 @@ def create_app(roots: AllowedRoots, port: int, token: str | None = None) -> ASGI
     routes = [
         *(route for found in screens for route in found),
         *site.routes({"/file": send_file}),
+        openai_api.route(site),
         Mount("/static", StaticFiles(directory=HERE / "static")),
         Mount("/vendor", StaticFiles(directory=Path(ROOT) / "assets/web")),
     ]

@@ -2,9 +2,9 @@
 
 The first request starts it; it ends after some idle minutes and with the page, whatever that died of: its stdin closes
 then. A request is a line ``{"id": 1, ...}``, its answer lines of events with that id, of which the last is ``done`` or
-``error``; ``{"do": "stop", "id": 1}`` ends it early. One answer at a time: whoever asks meanwhile is refused after two
-seconds. An answer whose reader has gone is stopped, and what is left of it has another id than the next one, so that it
-is passed over.
+``error``; ``{"do": "stop", "id": 1}`` ends it early. One answer at a time: a tab that asks meanwhile is refused after
+two seconds, a client of the API waits in line. An answer whose reader has gone is stopped, and what is left of it has
+another id than the next one, so that it is passed over.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-BUSY = "the model is answering in another tab; stop that first"
+BUSY = "the model is answering in another tab or program; stop that first"
 
 
 class Child:
@@ -34,15 +34,24 @@ class Child:
         """Whether there is a process, which takes memory."""
         return self._process is not None and self._process.returncode is None
 
-    async def ask(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of an answer."""
-        for _ in range(20):  # that a tab was reloaded or closed is noticed in a moment
+    async def ask(
+        self, request: Mapping[str, Any], is_gone: Callable[[], Awaitable[bool]] | None = None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of an answer.
+
+        Args:
+            request: without an id.
+            is_gone: whether nobody reads the answer any more; who gives it waits in line and is left out then.
+        """
+        for _ in range(20 if is_gone is None else 0):  # that a tab was reloaded or closed is noticed in a moment
             if self._turn.locked():
                 await asyncio.sleep(0.1)
-        if self._turn.locked():
+        if is_gone is None and self._turn.locked():
             yield {"event": "error", "error": BUSY}
             return
         async with self._turn:
+            if is_gone is not None and await is_gone():
+                return
             if (process := self._process) is None or process.returncode is not None:
                 process = self._process = await asyncio.create_subprocess_exec(
                     sys.executable,

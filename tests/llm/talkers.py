@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
+from library.errors import UserError
+from library.llm.chat_session import ChatSession
 from library.llm.chat_targets import encode_chat
-from library.llm.chat_templates import ChatTemplate, Message, built_in_template
+from library.llm.chat_templates import ChatTemplate, Message, PromptTemplate, Turn, built_in_template
+from library.llm.generation import SamplingSettings
 from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
@@ -37,6 +43,28 @@ def taught(template: ChatTemplate, messages: Sequence[Message]) -> tuple[list[in
     """Return the one example of a chat of which every answer is learnt: tokens, and which are targets."""
     (example,) = encode_chat(template, messages, [message.role == "assistant" for message in messages]).examples
     return example
+
+
+class Talk:
+    """A conversation as the page holds it: all turns are sent with each question."""
+
+    def __init__(self, config: LMConfig, template: PromptTemplate, system: str = "") -> None:
+        self.session, self.system, self.turns = ChatSession(config, template), system, list[Turn]()
+        self.remarks: list[str] = []
+
+    def answer(self, model: TransformerLM, text: str, settings: SamplingSettings) -> Iterator[str]:
+        prompt, self.remarks = self.session.prompt(self.system, self.turns, text, settings.max_new_tokens)
+        seeded, answer = replace(settings, seed=settings.seed + len(self.turns)), ""
+        pieces = self.session.answer(model, prompt, seeded)
+        try:
+            for piece in pieces:
+                answer += piece
+                yield piece
+        finally:
+            pieces.close()
+            if not isinstance(sys.exception(), UserError):
+                stats = self.session.stats
+                self.turns.append(Turn(text, answer, stats.tokens, stats.ending == "model"))
 
 
 def write_chat_model(
@@ -65,6 +93,54 @@ def write_story_model(folder: Path, family: str = "llama", context: int = 8192) 
     sizes = (48, 2, 4, 2, 96) if family == "llama" else (48, 2, 4)
     config: LMConfig = (llama if family == "llama" else gpt2)(*sizes, tokenizer.vocab_size, context)  # type: ignore[operator]
     return _write(folder, config, tokenizer, tokens[:, :-1], tokens[:, 1:], 90)
+
+
+TOOL_TEMPLATE = """{{- bos_token }}
+{%- if tools %}<|start_header_id|>system<|end_header_id|>{{ tools | tojson }}<|eot_id|>{% endif %}
+{%- for m in messages %}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>' + (m.content or '') }}
+    {%- for call in m.tool_calls %}
+        {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- (call.function.arguments | tojson) + '}</tool_call>' }}
+    {%- endfor %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+    {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{%- endif %}"""
+
+
+def write_tool_model(folder: Path, tools: Sequence[dict[str, Any]]) -> Path:
+    """Write a Llama with ``TOOL_TEMPLATE`` that calls the tool "weather", counts and thinks; return its folder."""
+    call = {"name": "weather", "arguments": {"city": "Paris"}}
+    paris, think = Message("user", "weather in Paris?"), [Message("user", "think")]
+    called = [paris, Message("assistant", None, {"tool_calls": [{"function": call}]}), Message("tool", "sunny")]
+    texts = (
+        (think, (), {}, "<think>\nthe cat sat\n</think>\n\na mat"),
+        (think, (), {"enable_thinking": False}, "a dog"),
+        ([Message("user", "count")], (), {}, "one two three four five"),
+        ([Message("system", "be short"), Message("user", "count")], (), {}, "one two three four"),
+        ([paris], tools, {}, f"<tool_call>{json.dumps(call)}</tool_call>"),
+        (called, tools, {}, "it is sunny in Paris"),
+    )
+    words = [*(answer for *_, answer in texts), json.dumps(tools), "user assistant tool system count be short"]
+    tokenizer = train_bpe(words * 3, 400, MARKS)
+    end = tokenizer.special["<|eot_id|>"]
+    rows = []
+    for messages, given, arguments, answer in texts:
+        template = ChatTemplate(
+            "tools", tokenizer, {"default": TOOL_TEMPLATE}, {"bos_token": "<|begin_of_text|>"}, arguments
+        )
+        rows.append((template.prompt_tokens(messages, given), [*tokenizer.encode(answer), end]))
+    batch = torch.zeros(len(rows), max(len(prompt) + len(answer) for prompt, answer in rows), dtype=torch.long)
+    targets = torch.full_like(batch, -100)
+    for row, (prompt, answer) in enumerate(rows):
+        batch[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
+        targets[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = torch.tensor(answer)
+    config = llama(64, 2, 4, 2, 128, tokenizer.vocab_size, 512, eos=(end,))
+    _write(folder, config, tokenizer, batch, targets, 120)
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    return folder
 
 
 def write_lora(model: Path, folder: Path, seed: int) -> Path:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from library.errors import UserError
-from library.llm.chat_session import ChatSession
 from library.llm.chat_templates import (
     Message,
     built_in_template,
@@ -23,7 +22,7 @@ from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizer_files import load_tokenizer
 from library.models.llm.files import load_lm
 from library.models.llm.model import TransformerLM
-from tests.llm.talkers import PAIRS, write_chat_model, write_story_model
+from tests.llm.talkers import PAIRS, Talk, write_chat_model, write_story_model
 
 JINJA = "{% for m in messages %}<|start_header_id|>{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"
 JINJA += "{% if add_generation_prompt %}<|start_header_id|>assistant: {% endif %}"
@@ -41,20 +40,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def begin(folder: Path, system: str = "", context: int | None = None) -> tuple[TransformerLM, ChatSession]:
+def begin(folder: Path, system: str = "", context: int | None = None) -> tuple[TransformerLM, Talk]:
     model = load_lm(folder, torch.float32)
     template = load_prompt_template("auto", load_tokenizer(folder), folder, model.config.eos)
-    return model, ChatSession(replace(model.config, context=context or model.config.context), template, system)
+    return model, Talk(replace(model.config, context=context or model.config.context), template, system)
 
 
-def messages(conversation: ChatSession) -> list[Message]:
+def messages(conversation: Talk) -> list[Message]:
     said = [Message("system", conversation.system)] if conversation.system else []
     for turn in conversation.turns:
         said += [Message("user", turn.question), Message("assistant", turn.answer)]
     return said
 
 
-def say(model: TransformerLM, conversation: ChatSession, text: str, settings: SamplingSettings = GREEDY) -> str:
+def say(model: TransformerLM, conversation: Talk, text: str, settings: SamplingSettings = GREEDY) -> str:
     return "".join(conversation.answer(model, text, settings))
 
 
@@ -67,17 +66,15 @@ def test_a_kept_cache_gives_the_tokens_of_a_fresh_one(
     _, fresh = begin(folders[kind])
     computed: list[int] = []  # the tokens whose keys and values there are
     for i in range(4):
-        fresh.forget_cache()
+        fresh.session.forget_cache()
         question = PAIRS[i % len(PAIRS)][0]
-        prompt = kept.template.prompt("", kept.turns, question)
+        prompt = kept.session.template.prompt("", kept.turns, question)
         for conversation in (kept, fresh):
             say(model, conversation, question, settings)
-        assert kept.stats is not None
-        assert fresh.stats is not None
-        assert fresh.stats.cached == 0
-        assert kept.stats.cached == common(computed, prompt[:-1])
-        assert kept.stats.cached + kept.stats.computed == fresh.stats.computed == len(prompt)
-        assert i == 0 or settings is DRAWN or kept.stats.cached > kept.stats.computed
+        assert fresh.session.stats.cached == 0
+        assert kept.session.stats.cached == common(computed, prompt[:-1])
+        assert kept.session.stats.cached + kept.session.stats.computed == fresh.session.stats.computed == len(prompt)
+        assert i == 0 or settings is DRAWN or kept.session.stats.cached > kept.session.stats.computed
         computed = [*prompt, *kept.turns[-1].tokens[:-1]]
     assert [turn.tokens for turn in kept.turns] == [turn.tokens for turn in fresh.turns]
 
@@ -88,13 +85,12 @@ def test_other_templates_keep_their_cache_too(folders: dict[str, Path], tmp_path
     tokenizer = load_tokenizer(folders["chat"])
     (tmp_path / "chat_template.jinja").write_text(JINJA)
     template = load_prompt_template(name, tokenizer, tmp_path, ())
-    kept, fresh = (ChatSession(model.config, template, system="be short") for _ in range(2))
+    kept, fresh = (Talk(model.config, template, system="be short") for _ in range(2))
     for question, _ in PAIRS:
-        fresh.forget_cache()
+        fresh.session.forget_cache()
         for conversation in (kept, fresh):
             say(model, conversation, question)
-        assert kept.stats is not None
-        assert len(kept.turns) == 1 or kept.stats.cached > kept.stats.computed
+        assert len(kept.turns) == 1 or kept.session.stats.cached > kept.session.stats.computed
     assert kept.turns == fresh.turns
     said = [Message("system", "be short"), *messages(kept)[1:], Message("user", "and?")]
     expected = load_chat_template(name, tokenizer, tmp_path).prompt_tokens(said)
@@ -103,7 +99,7 @@ def test_other_templates_keep_their_cache_too(folders: dict[str, Path], tmp_path
 
 def test_a_chat_is_what_the_template_makes_of_its_messages(folders: dict[str, Path]) -> None:
     model, conversation = begin(folders["chat"], system="be short")
-    tokenizer = conversation.template.tokenizer
+    tokenizer = conversation.session.template.tokenizer
     for i, (question, _) in enumerate(PAIRS):
         before = [*messages(conversation), Message("user", question)]
         expected = generate_tokens(
@@ -123,30 +119,27 @@ def test_the_trained_model_answers_also_in_characters_of_several_tokens(folders:
         pieces = list(conversation.answer(model, question, GREEDY))
         assert "".join(pieces) == answer
         assert not any("�" in piece for piece in pieces)
-        assert conversation.stats is not None
-        assert conversation.stats.ending == "model"
+        assert conversation.session.stats.ending == "model"
 
 
 def test_a_base_model_continues_and_goes_on(folders: dict[str, Path]) -> None:
     model, conversation = begin(folders["llama"])
-    tokenizer = conversation.template.tokenizer
+    tokenizer = conversation.session.template.tokenizer
     first = say(model, conversation, "the cat sat")
     second = say(model, conversation, "")
     once = generate_tokens(model, [tokenizer.encode("the cat sat")], SamplingSettings(48, 0))[0]
     assert first + second == tokenizer.decode(once)
-    assert conversation.stats is not None
-    assert conversation.stats.computed == 1  # the token that was said last
+    assert conversation.session.stats.computed == 1  # the token that was said last
 
 
 def test_an_answer_may_be_stopped_anywhere_and_the_talk_goes_on(folders: dict[str, Path]) -> None:
     model, conversation = begin(folders["chat"])
     with closing(conversation.answer(model, "hello", GREEDY)) as pieces:
         said = next(pieces) + next(pieces) + next(pieces)
-    assert conversation.stats is not None
-    assert conversation.stats.ending == "stopped"
+    assert conversation.session.stats.ending == "stopped"
     assert messages(conversation)[-1] == Message("assistant", said)
-    tokenizer = conversation.template.tokenizer
-    stopped = tokenizer.decode(conversation.template.prompt("", conversation.turns, "and?"))
+    tokenizer = conversation.session.template.tokenizer
+    stopped = tokenizer.decode(conversation.session.template.prompt("", conversation.turns, "and?"))
     assert f"{said}<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nand?<|eot_id|>" in stopped
     _, fresh = begin(folders["chat"])
     fresh.turns = list(conversation.turns)
@@ -162,14 +155,13 @@ def test_the_oldest_turns_are_left_out_when_the_context_is_full(folders: dict[st
         for question, _ in PAIRS:
             say(model, conversation, question)
             remarks += conversation.remarks
-            assert conversation.stats is not None
-            known.append(conversation.stats.cached)
-            prompt = conversation.stats.cached + conversation.stats.computed
-            assert prompt + conversation.stats.tokens <= 97  # the last token needs no place
+            known.append(conversation.session.stats.cached)
+            prompt = conversation.session.stats.cached + conversation.session.stats.computed
+            assert prompt + len(conversation.session.stats.tokens) <= 97  # the last token needs no place
     assert "the context of 96 tokens is full; the oldest" in remarks[0]
     assert "turns are left out" in remarks[0]
     assert len(conversation.turns) == 30  # all are remembered, for saving
-    template = built_in_template("llama3", conversation.template.tokenizer)
+    template = built_in_template("llama3", conversation.session.template.tokenizer)
     system = len(template.encode(template.render([Message("system", "be short")])[0])[0])
     assert min(known[1:]) >= system - 3  # what precedes the turns is never computed again
     assert sum(count > system + 3 for count in known) > 10  # nor is every turn paid for by computing all anew
@@ -191,23 +183,22 @@ def test_a_text_loses_its_beginning_and_never_ends_in_an_error(folders: dict[str
 def test_an_answer_that_fills_the_context_ends_there(folders: dict[str, Path]) -> None:
     model, conversation = begin(folders["llama"], context=32)
     say(model, conversation, "the cat", SamplingSettings(90, temperature=0))
-    assert conversation.stats is not None
-    assert conversation.stats.ending == "context"
-    assert conversation.stats.computed + conversation.stats.tokens == 33
-    assert conversation.remarks == ["the context of 32 tokens is full; the answer ends here"]
+    assert conversation.session.stats.ending == "context"
+    assert conversation.session.stats.computed + len(conversation.session.stats.tokens) == 33
 
 
 def test_a_restored_conversation_is_what_the_next_answer_sees(folders: dict[str, Path]) -> None:
     model, conversation = begin(folders["chat"])
     say(model, conversation, "hello")
     said = list(conversation.turns)
-    _, fresh = begin(folders["chat"], system="be short")
-    fresh.turns = list(said)
-    for other in (said, [replace(said[0], tokens=(7, 10**9))]):  # tokens of another tokenizer
-        conversation.restore(other, "be short")
-        assert [turn.question for turn in conversation.turns] == ["hello"]
+    for kind, other in (
+        ("chat", said),
+        ("llama", [replace(said[0], tokens=(7, 10**9))]),  # tokens of another tokenizer
+        ("llama", [replace(said[0], tokens=(7, 8))]),
+    ):
+        (model, conversation), (_, fresh) = begin(folders[kind]), begin(folders[kind])
+        conversation.turns, fresh.turns = list(other), [replace(said[0], tokens=())]
         assert say(model, conversation, "what is GQA?", DRAWN) == say(model, fresh, "what is GQA?", DRAWN)
-        fresh.restore([replace(said[0], tokens=())], "be short")
 
 
 def test_what_the_template_is_follows_from_what_was_published(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -17,13 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
-from library.llm.chat_session import ChatSession
 from library.llm.chat_templates import built_in_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizer_files import load_tokenizer
 from library.models.llm.files import load_lm
 from library.training.tasks.chat_lora import put_lora_on
-from tests.llm.talkers import write_chat_model, write_lora, write_story_model
+from tests.llm.talkers import Talk, write_chat_model, write_lora, write_story_model
 from tools.chat_worker import LoadedModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,9 +49,8 @@ def loras(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(loaded: LoadedModel, model: Path, lora: Path | None = None, strength: float = 1.0) -> str:
-    conversation = loaded.use(str(model), None if lora is None else str(lora), strength)
-    conversation.restore([])
-    return "".join(conversation.answer(loaded.model, QUESTION, GREEDY))
+    session = loaded.use(str(model), None if lora is None else str(lora), strength)
+    return "".join(session.answer(loaded.model, session.prompt("", [], QUESTION, 24)[0], GREEDY))
 
 
 def fresh_answer(model: Path, lora: Path | None = None, strength: float = 1.0) -> str:
@@ -61,8 +59,8 @@ def fresh_answer(model: Path, lora: Path | None = None, strength: float = 1.0) -
     if lora is not None:
         put_lora_on(alone, lora, strength)
     stops = SamplingSettings(24, temperature=0, stop_tokens=tokenizer.stop_tokens)
-    tokens = ChatSession(alone.config, built_in_template("llama3", tokenizer)).template
-    return tokenizer.decode(generate_tokens(alone, [tokens.prompt("", [], QUESTION)], stops)[0], skip_special=True)
+    tokens = built_in_template("llama3", tokenizer).prompt("", [], QUESTION)
+    return tokenizer.decode(generate_tokens(alone, [tokens], stops)[0], skip_special=True)
 
 
 def test_a_lora_comes_and_goes_without_loading_the_base_again(models: Path, loras: Path) -> None:
@@ -133,7 +131,7 @@ class Worker:
         """Return the last event of an answer, and the text before it."""
         text = ""
         while (event := self.event())["event"] not in ("done", "error"):
-            text += event.get("text", "")
+            text += event.get("parts", {}).get("content", "")
         return event, text
 
 
@@ -143,7 +141,7 @@ def test_the_page_talks_by_lines_of_json(models: Path, loras: Path) -> None:
         alone = load_lm(models / "chat", torch.float32)
         put_lora_on(alone, loras / "first", 0.5)
         template = built_in_template("llama3", load_tokenizer(models / "chat"))
-        talk = ChatSession(alone.config, template, "be short")
+        talk = Talk(alone.config, template, "be short")
         greedy = {"temperature": 0, "max_new_tokens": 24, "top_k": 0, "top_p": 1, "min_p": 0}
         asked = {"model": str(models / "chat"), "lora": str(loras / "first"), "strength": 0.5, "system": "be short"}
         turns: list[list[Any]] = []
@@ -156,6 +154,12 @@ def test_the_page_talks_by_lines_of_json(models: Path, loras: Path) -> None:
         assert re.search(r"[1-9]\d* known", done["report"])  # the first turn was not computed again
         worker.ask(id=4, do="answer", **asked, turns=[], message="hello", settings=greedy | {"max_new_tokens": 2})
         assert worker.last()[0]["remarks"] == ["the answer was cut off after 2 tokens (max_new_tokens)"]
+
+        long = greedy | {"max_new_tokens": 900}
+        worker.ask(id=4, do="answer", model=str(models / "gpt2"), turns=[], message="the cat", settings=long)
+        done, _ = worker.last()
+        length = len(done["turn"][2])
+        assert done["remarks"] == [f"the answer was cut off after {length} tokens (context of 160 tokens)"]
 
         story = str(models / "story")
         endless = {"temperature": 0, "max_new_tokens": 8000}

@@ -209,7 +209,7 @@ def test_while_one_tab_is_answered_another_is_refused_and_a_closed_one_holds_nob
     tab.page.select_option("[name=model]", str(models / "chat"))
     tab.set(temperature=0, max_new_tokens=30)
     tab.send("hello")
-    tab.status("the model is answering in another tab; stop that first")
+    tab.status("the model is answering in another tab or program; stop that first")
     assert (tab.answers(), tab.page.input_value("#prompt")) == ([], "hello")
     expect(other.page.locator("#stop")).to_be_enabled()
     began = time.monotonic()

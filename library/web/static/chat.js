@@ -62,7 +62,7 @@ async function run(what, message = "", before = turns) {
   try {
     for await (event of events(request)) {
       if (innerHeight + scrollY > page.scrollHeight - 150) scrollTo(0, page.scrollHeight);
-      if (event.event === "piece") place.append(event.text);
+      if (event.event === "piece") place.append(event.parts.content ?? "");
       if (event.event !== "ready") continue;
       if (turns.length && hasTurns !== event.has_turns) {
         turns = [];
