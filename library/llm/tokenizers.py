@@ -334,6 +334,12 @@ class SentencePieceTokenizer(_PublishedTokenizer):
         self._find_ends()
         self.put_ends(bos=True, eos=False)
 
+    def proto(self) -> Any:
+        """Return the file as a ``ModelProto``: pieces with scores and types. Tokens that were added are not in it."""
+        from sentencepiece import sentencepiece_model_pb2 as messages
+
+        return messages.ModelProto.FromString(self._model.serialized_model_proto())  # type: ignore[attr-defined]
+
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.model``, and the special tokens that were added."""
         if self._bytes is not None:
@@ -372,10 +378,9 @@ class SentencePieceTokenizer(_PublishedTokenizer):
 
         As SentencePiece does here, every text between special tokens begins with a blank.
         """
-        from sentencepiece import sentencepiece_model_pb2 as messages
         from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
 
-        proto = messages.ModelProto.FromString(self._model.serialized_model_proto())  # type: ignore[attr-defined]
+        proto = self.proto()
         pieces: Any = [(piece.piece, piece.score) for piece in proto.pieces]
         merges = None
         if proto.trainer_spec.model_type == proto.trainer_spec.BPE:
