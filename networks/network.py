@@ -29,10 +29,19 @@ from library.randomness import generator
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear, init_pissa, join
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
+from networks.adapters.tokens import TiedHead, TokenRows, token_layers
 from networks.files.adapters import load_trainable
 from networks.files.layouts import LAYOUTS
 from networks.files.metadata import AlphaTable
-from networks.files.weights import ADDED_INPUTS, TITLES, AdapterWeights, check_strength, fitted, same_down
+from networks.files.weights import (
+    ADDED_INPUTS,
+    TITLES,
+    AdapterWeights,
+    TokenRowWeights,
+    check_strength,
+    fitted,
+    same_down,
+)
 from networks.files.writing import save_adapter
 from networks.options import NetworkOptions
 
@@ -81,7 +90,7 @@ class AdapterNetwork:
         if loraplus_ratio is None:
             return [{"params": self.parameters(), "lr": lr, "name": name}]
         trained = [parts for layer in self.modules.values() if (parts := layer.trained())]
-        fast = [parts["lora_B.weight"] for parts in trained]
+        fast = [parts["lora_B.weight"] for parts in trained if "lora_B.weight" in parts]
         slow = [parameter for parts in trained for part, parameter in parts.items() if part != "lora_B.weight"]
         return [
             {"params": slow, "lr": lr, "name": f"{name}_A"},
@@ -172,7 +181,7 @@ class AdapterNetwork:
         """Set the strength of all updates; 1.0 is as trained, and all that kinds other than LoRA have."""
         check_strength("LoRA", multiplier)
         for layer in self.modules.values():
-            if isinstance(layer, LoRALinear) and layer.kind == "lora":
+            if isinstance(layer, TokenRows) or (isinstance(layer, LoRALinear) and layer.kind == "lora"):
                 layer.multiplier = multiplier
             elif multiplier != 1.0:
                 raise UserError(f"a {TITLES[layer.kind]} changes weights as a whole and has no strength; leave it at 1")
@@ -196,7 +205,8 @@ class AdapterNetwork:
         rows: dict[tuple[str, int, float], list[AdapterLinear]] = {}
         for name, layer in self.modules.items():
             kind = self.targets.group_of(name)
-            rows.setdefault((kind.name if kind else "other", layer.rank, layer.alpha), []).append(layer)
+            label = kind.name if kind else layer.kind
+            rows.setdefault((label, layer.rank, layer.alpha), []).append(layer)
         dtype = str(self.parameters()[0].dtype).removeprefix("torch.")
         total = sum(p.numel() for p in self.parameters())
         title = f"{TITLES[self.options.kind]} on {self.targets.family}"
@@ -247,6 +257,10 @@ def inject_adapter(
         if options.pissa:
             assert isinstance(layer, LoRALinear)
             init_pissa(layer, name, draws)
+    if tokens := options.trainable_token_indices:
+        names = ["embedding"] if model.config.tied else ["embedding", "lm_head"]  # type: ignore[union-attr]
+        found = token_layers(model, dict.fromkeys(names, tokens), dtype, "network_args: trainable_token_indices")
+        layers |= {targets.name_of(name): layer for name, layer in found.items()}
     _swap_in(model, layers, targets)
     return AdapterNetwork(layers, targets, options, counts)
 
@@ -264,17 +278,22 @@ def attach_lora(
     Layers for which the file has one A (a LoRA that was trained on the original ``qkv``) stay joined. ``alphas`` are
     those to go on with where the file's are others: the update stays the file's.
     """
+    tokens = {n: w.tensors["token_indices"].tolist() for n, w in weights.items() if isinstance(w, TokenRowWeights)}
     linears = dict(_linears(model, targets))
-    if absent := sorted(weights.keys() - linears.keys()):
+    if absent := sorted(weights.keys() - linears.keys() - tokens.keys()):
         raise UserError(f"{source}: the model has no {names_in_short(absent)}; it was trained on another model")
     layers: dict[str, AdapterLinear] = {}
     for name, w in weights.items():
+        if name in tokens:
+            path = targets.path_in_model(name)
+            layers[name] = token_layers(model, {path: tokens[name]}, dtype, source)[path]
+            continue
         if w.kind not in ("lora", "dora"):
             raise UserError(f"{source}: is a {w.title}, which only a merge puts into a model; give a LoRA or DoRA")
         options = NetworkOptions(dim=w.rank, alpha=alphas.alpha_of(name, w.rank) if alphas else w.alpha, kind=w.kind)
         layers[name] = make_layer(linears[name], w.rank, options, dtype)
     _join(layers, targets, weights)
-    kind = next((w.kind for w in weights.values()), "lora")
+    kind = next((w.kind for name, w in weights.items() if name not in tokens), "lora")
     network = AdapterNetwork(layers, targets, NetworkOptions(dim=0, alpha=0, kind=kind))
     network.load(weights, source)
     model.requires_grad_(False)
@@ -390,6 +409,8 @@ def _swap_in(model: nn.Module, layers: Mapping[str, AdapterLinear], targets: Lor
     for name, layer in layers.items():
         layer.train(layer.base.training)
         model.set_submodule(targets.path_in_model(name), layer)
+        if isinstance(layer, TokenRows) and isinstance(layer.base, nn.Embedding) and model.config.tied:  # type: ignore[union-attr]
+            model.set_submodule("lm_head", TiedHead(model.get_submodule("lm_head"), layer))
 
 
 def _linears(model: nn.Module, targets: LoraTargets) -> Iterator[tuple[str, nn.Module]]:

@@ -20,6 +20,7 @@
     split_qkv                      "False": one LoRA for the layers that are one in the original checkpoint (FLUX's and
                                    Z-Image's qkv, FLUX's linear1), which is sd-scripts' default; "True": each its own
     factor, decompose_both         of network_type lokr, see ``networks.adapters.lycoris``
+    trainable_token_indices        "49152-49154,7": rows of a language model's embedding and head that are trained
 
 alpha is the same for every rank, as in kohya's: a layer's scale is ``network_alpha / its rank``. Ranks by kind,
 block choices and patterns are the transformer's; text encoders take ``network_dim`` everywhere, as in kohya's.
@@ -28,6 +29,7 @@ block choices and patterns are the transformer's; text encoders take ``network_d
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -46,6 +48,7 @@ _INDEX = r"\d{1,9}"
 _MOST = 10**9  # of a rank or factor
 _LOKR_KEYS = ("factor", "decompose_both")
 _TEXT_KEYS = ("train_t5xxl", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")  # of families that train text
+_LANGUAGE_KEYS = ("trainable_token_indices",)
 _OF_TRANSFORMER = ("dims", "dim_sources", "blocks", "include_patterns", "exclude_patterns", "train_t5xxl", "split_qkv")
 
 
@@ -79,6 +82,7 @@ class NetworkOptions:
         loraplus_lr_ratio: learning rate of lora_B over that of lora_A; None: the same.
         loraplus_text_encoder_lr_ratio: the same for text encoders.
         train_t5xxl: the second text encoder is trained too.
+        trainable_token_indices: tokens of a language model whose rows are trained in full.
     """
 
     dim: int
@@ -100,6 +104,7 @@ class NetworkOptions:
     split_qkv: bool = True
     factor: int = -1
     decompose_both: bool = False
+    trainable_token_indices: tuple[int, ...] = ()
 
     @property
     def dropouts(self) -> Dropouts:
@@ -143,7 +148,8 @@ class NetworkOptions:
 def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOptions:
     """Check the network section against a family's options, before any model is loaded."""
     dim_options = targets.dim_options()
-    parsed_keys = [key for key in _PARSERS if targets.text_encoders or key not in _TEXT_KEYS]
+    foreign = {*(() if targets.text_encoders else _TEXT_KEYS), *(() if targets.own_names else _LANGUAGE_KEYS)}
+    parsed_keys = [key for key in _PARSERS if key not in foreign]
     known = (*parsed_keys, *dim_options, *targets.dim_lists, *targets.block_options)
     values = _known_pairs(config.network_args, known)
     _check_kind(config, values)
@@ -272,6 +278,14 @@ def _block_ranges(option: str, text: str) -> tuple[range, ...] | None:
     return tuple(ranges)
 
 
+def _tokens(option: str, text: str) -> tuple[int, ...]:
+    """Parse numbers of tokens: "49152-49154,7"."""
+    tokens = tuple(sorted(set(itertools.chain.from_iterable(_block_ranges(option, text) or ()))))
+    if not tokens:
+        raise UserError(f"{option}={text}: must be numbers of tokens, 49152-49154; extend_tokenizer.py prints them")
+    return tokens
+
+
 def _patterns(option: str, text: str) -> tuple[str, ...]:
     """Parse one regular expression, or a Python list of quoted ones."""
     found: object = [text]
@@ -301,6 +315,7 @@ _PARSERS: Mapping[str, Callable[[str, str], Any]] = {  # of the options that eve
     "exclude_patterns": _patterns,
     "train_t5xxl": _flag,
     "split_qkv": _flag,
+    "trainable_token_indices": _tokens,
     "factor": _factor,
     "decompose_both": _flag,
 }

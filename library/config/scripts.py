@@ -95,14 +95,10 @@ LANGUAGE_LORA = Script(
 )
 LLM = Script(
     "train_llm.py",
-    "Train all weights of a language model, on texts or on conversations.",
+    "Pretrain a language model.",
     PretrainConfig,
     "pretraining",
-    foreign_keys=_REMARKS
-    | _foreign_keys(
-        PretrainConfig, "pretraining", ChatTrainConfig, "is about LoRAs, which train_lora.py trains; remove it"
-    )
-    | {"pretrained_model_name_or_path": "is called init_from where all weights are trained; rename it"},
+    foreign_keys=_REMARKS | _foreign_keys(PretrainConfig, "pretraining", PretrainConfig, ""),
 )
 
 

@@ -32,6 +32,7 @@ from library.llm.conversion import read_text_files, write_transformers
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import (
     ADDED_TOKENS,
+    TOKENIZER_CONFIG,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     TiktokenTokenizer,
@@ -99,13 +100,15 @@ def extend_model(
 def _write_tokenizer(ours: HuggingFaceTokenizer, source: Path, folder: Path) -> None:
     """Write ``ours`` with the files beside ``source`` that do not hold the vocabulary."""
     ours.save(folder)
+    settings = folder / TOKENIZER_CONFIG
+    made = read_json(settings)
     for name, content in read_text_files(source).items():
         if name not in _VOCABULARY_FILES:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
-    settings = folder / "tokenizer_config.json"
     # transformers' other classes make normaliser and decoder anew instead of reading them
-    write_text(settings, json.dumps(read_json(settings) | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2))
+    kept = {**made, **read_json(settings), "tokenizer_class": made["tokenizer_class"]}
+    write_text(settings, json.dumps(kept, indent=2) + "\n")
 
 
 def as_hugging_face(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
@@ -119,6 +122,7 @@ def as_hugging_face(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
     assert isinstance(tokenizer, TiktokenTokenizer | SentencePieceTokenizer)
     ours = HuggingFaceTokenizer(tokenizer.converted())
     ours.bos, ours.eos = tokenizer.bos, tokenizer.eos
+    ours.put_ends(bool(tokenizer.begins), bool(tokenizer.ends))
     ours.put_ends(bool(tokenizer.begins), bool(tokenizer.ends))
     texts = [tokenizer.decode([number]) for number in range(tokenizer.vocab_size)]
     for probe in ("\n".join([*texts, *map(chr, range(1, 0xD800, 61))]), "  ".join(texts)):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from library.nn.tensor_split import Split, sum_over
 
@@ -48,13 +49,19 @@ def token_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, vocab_
             inputs = _in_autocast_dtype(rows, head.weight)
             with torch.autocast(rows.device.type, enabled=False):
                 return _Loss.apply(*inputs, wanted, vocab_size, getattr(head, "split", None)) / count
-        logits = head(rows)[:, :vocab_size].float()
-        return F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum") / count
+        if torch.compiler.is_compiling():
+            return _part_loss(head, rows, wanted, vocab_size) / count
     total = rows.new_zeros((), dtype=torch.float32)
-    for part, part_wanted in _chunks(vocab_size, rows, wanted):
-        logits = head(part)[:, :vocab_size].float()
-        total += F.cross_entropy(logits, part_wanted, ignore_index=IGNORED, reduction="sum")
+    for part, part_wanted in _chunks(vocab_size, rows, wanted):  # made again in backward
+        total = total + checkpoint(
+            _part_loss, head, part, part_wanted, vocab_size, use_reentrant=False, preserve_rng_state=False
+        )
     return total / count
+
+
+def _part_loss(head: nn.Module, rows: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    logits = head(rows)[:, :vocab_size].float()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
 def _in_autocast_dtype(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

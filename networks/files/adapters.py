@@ -19,7 +19,7 @@ from library.models.layer_names import LoraTargets
 from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor
 from networks.files.joined import placed
 from networks.files.layouts import FoundModule, find_place, refuse_other_family, split_key
-from networks.files.metadata import AlphaTable, read_alphas, weight_file
+from networks.files.metadata import TOKENS, AlphaTable, read_alphas, weight_file
 from networks.files.weights import (
     BIASES,
     KINDS,
@@ -75,7 +75,7 @@ def load_adapter(path: str | Path, targets: LoraTargets) -> AdapterFile:
     path = weight_file(Path(path))
     entries, metadata = read_entries([path])
     found, unknown = _by_module(path, entries, targets)
-    title = TITLES[non_lora_kind(entries) or "lora"]
+    title = TITLES[non_lora_kind(key for key in entries if ".token_adapter." not in key) or "lora"]
     if unknown:
         if any(key.endswith((".oft_blocks", ".oft_R.weight")) for key in unknown):
             raise UserError(f"{path}: is an OFT, which is not read; use a LoRA, DoRA, LoHa or LoKr")
@@ -218,6 +218,16 @@ def _adapter_of(
     alpha = tensors.pop("alpha", None)
     if {"lokr_w1", "lokr_w2"} <= tensors.keys():
         alpha = None  # scales nothing; ai-toolkit's of full rank, 9999999999, is infinite in fp16
+    if "token_rows" in tensors:
+        tokens = stated.tokens_of(module.place.modules[0]) if stated else None
+        if not isinstance(tokens, list) or not all(isinstance(token, int) and token >= 0 for token in tokens):
+            raise UserError(f"{where}: no {TOKENS} of it in adapter_config.json; get the whole folder")
+        numbers = torch.tensor(tokens, dtype=torch.int64)
+        if len(set(tokens)) != len(tensors["token_rows"]) or not tokens:
+            count = len(tensors["token_rows"])
+            raise UserError(f"{where}: {count} rows of {len(tokens)} {TOKENS}; save the LoRA again")
+        order = numbers.argsort()
+        tensors = {"token_indices": numbers[order], "token_rows": tensors["token_rows"][order]}
     kind = KINDS[_kind_of(tensors)]
     _check_tensors(where, kind, tensors, alpha)
     place, rank = module.place, rank_of(tensors)

@@ -62,6 +62,7 @@ class Layout:
 
 
 _PEFT = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector", "dora_scale": None}
+_PEFT |= {"token_rows": "token_adapter.trainable_tokens_delta", "token_indices": None}
 _KOHYA = {"down": "lora_down.weight", "up": "lora_up.weight", "magnitude": None}
 _PLAIN_W1: dict[str, str | None] = {"lokr_w1_a": None, "lokr_w1_b": None}
 _OTHER_KINDS = tuple(kind for kind in KINDS if kind != "lora")

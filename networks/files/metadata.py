@@ -48,7 +48,7 @@ from library.errors import UserError
 from library.files import read_text, write_text
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import read_entries
-from networks.files.weights import AdapterWeights
+from networks.files.weights import AdapterWeights, TokenRowWeights
 
 
 def build_metadata(
@@ -220,6 +220,7 @@ def hash_metadata(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"
 TRAINED_ALPHA_KEY = "tandem.trained_alpha"
 BASE_MODEL = "tandem.base_model"  # the base's name, where it is known
+TOKENS = "trainable_token_indices"
 _PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -244,6 +245,9 @@ def alpha_metadata(components: Mapping[str, Mapping[str, AdapterWeights]]) -> st
 
 def peft_config(weights: Mapping[str, AdapterWeights], folded: bool = False) -> dict[str, object]:
     """Return the fields of the PEFT ``LoraConfig`` of one network; ``folded``: alpha is the rank."""
+    of_tokens = {name: module for name, module in weights.items() if isinstance(module, TokenRowWeights)}
+    tokens = {name.rpartition(".")[2]: each.tensors["token_indices"].tolist() for name, each in of_tokens.items()}
+    weights = {name: module for name, module in weights.items() if name not in of_tokens}
     rank = Counter(module.rank for module in weights.values()).most_common(1)[0][0]
     alphas = {name: float(module.rank) if folded else module.alpha for name, module in weights.items()}
     alpha = Counter(alphas.values()).most_common(1)[0][0]
@@ -258,7 +262,7 @@ def peft_config(weights: Mapping[str, AdapterWeights], folded: bool = False) -> 
         "bias": "none",
         "use_dora": any(module.kind == "dora" for module in weights.values()),
         "use_rslora": False,
-    }
+    } | ({TOKENS: tokens if "lm_head" in tokens else next(iter(tokens.values()))} if tokens else {})
 
 
 @dataclass(frozen=True)
@@ -269,11 +273,19 @@ class AlphaTable:
         alpha: ``lora_alpha``, LoHa's and LoKr's ``alpha``; None: each module's rank.
         patterns: ``alpha_pattern``, regular expression -> alpha; the first that matches counts.
         rank_stabilised: ``use_rslora``: the scale is alpha / sqrt(rank).
+        tokens: ``trainable_token_indices``, unchecked.
     """
 
     alpha: float | None
     patterns: Mapping[str, float]
     rank_stabilised: bool
+    tokens: object = None
+
+    def tokens_of(self, name: str) -> object:
+        """Return the tokens of which the embedding or head called ``name`` has trained rows; a list is the former's."""
+        if not isinstance(self.tokens, Mapping):
+            return self.tokens
+        return next((found for key, found in self.tokens.items() if f".{name}".endswith(f".{key}")), None)
 
     def alpha_of(self, name: str, rank: int) -> float:
         """Return the alpha with which alpha / rank is the module's scale."""
@@ -319,7 +331,7 @@ def _alpha_table(source: str, text: str, prefix: str, dora: bool = False) -> Alp
         sound = False
     if not sound:
         raise UserError(f"{source}: lora_alpha or alpha_pattern are no finite numbers; save the LoRA again")
-    return AlphaTable(alpha, patterns, bool(config.get("use_rslora")))
+    return AlphaTable(alpha, patterns, bool(config.get("use_rslora")), config.get(TOKENS))
 
 
 def save_peft_config(

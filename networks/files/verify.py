@@ -24,7 +24,7 @@ from networks.files.adapters import load_adapter
 from networks.files.layouts import PRECISIONS
 from networks.files.metadata import read_alphas, weight_file
 from networks.files.readers import READERS, Reader, Reading, read_as, readable, remedy
-from networks.files.weights import AdapterWeights, FullWeights, LokrWeights, LoraWeights
+from networks.files.weights import AdapterWeights, FullWeights, LokrWeights, LoraWeights, TokenRowWeights
 from networks.merging.low_rank import relative_difference, update_norm
 from networks.network import AdapterNetwork
 
@@ -102,6 +102,7 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
                 f"{path}: {name} differs from what was trained by {found:.2g} of its update; save again from "
                 "the state, and check disk and memory"
             )
+    live = {name: weights for name, weights in live.items() if not isinstance(weights, TokenRowWeights)}  # peft's alone
     readings = file.readings(live)
     programs = tuple(file.loads_in(readings, live, network.options.kind))
     for reader, reading, differences in readings:
@@ -114,7 +115,7 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
                 f"{path}: {reader.name} would read {names_in_short(wrong)} otherwise than was trained; "
                 "save in another save_format"
             )
-    return ExportCheck(len(live), distances[layer], layer, _NAMES[file.dtype], save_format, programs)
+    return ExportCheck(len(distances), distances[layer], layer, _NAMES[file.dtype], save_format, programs)
 
 
 def loads_in(path: Path, meant: Mapping[str, AdapterWeights], targets: LoraTargets) -> list[LoadsIn]:

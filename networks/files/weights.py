@@ -241,6 +241,32 @@ class FullWeights(AddedWeights):
         return FullWeights({"diff": self.tensors["diff"][rows]}, self.alpha)
 
 
+class TokenRowWeights(AdapterWeights):
+    """Rows of an embedding or a head, ``token_rows`` [n, in], in place of those of the ``token_indices`` [n] int64.
+
+    PEFT's trainable tokens; the indices, in ascending order here, are in its config.
+    """
+
+    kind, title, marks = "tokens", "file with rows of tokens", (".token_adapter.",)
+    complete = ({"token_rows", "token_indices"},)
+
+    @property
+    def shape(self) -> tuple[int, int | None]:
+        """The fewest rows that the layer has, and its columns."""
+        return int(self.tensors["token_indices"][-1]) + 1, self.tensors["token_rows"].shape[1]
+
+    def made_for_other(self, shape: Sequence[int]) -> str | None:
+        """See the base class."""
+        rows, columns = self.shape
+        return None if shape[0] >= rows and shape[1] == columns else f"at least {rows}x{columns}"
+
+    def apply(self, weight: Tensor, strength: float) -> Tensor:
+        """W with its rows, ``strength`` of the way from those that it had."""
+        indices, changed = self.tensors["token_indices"], weight.clone()
+        changed[indices] = torch.lerp(weight[indices], self.tensors["token_rows"].to(weight), strength)
+        return changed
+
+
 BIASES = ("diff_b", "up_bias")
 
 
@@ -344,7 +370,10 @@ class DoraLohaWeights(DoraWeights):
     complete = tuple(names | {norm} for names in LohaWeights.complete for norm in NORMS)
 
 
-_ALL = (LoraWeights, DoraWeights, LokrWeights, LohaWeights, DoraLokrWeights, DoraLohaWeights, FullWeights)
+_ALL = (
+    *(LoraWeights, DoraWeights, LokrWeights, LohaWeights, DoraLokrWeights, DoraLohaWeights),
+    *(FullWeights, TokenRowWeights),
+)
 KINDS: dict[str, type[AdapterWeights]] = {each.kind: each for each in _ALL}
 TITLES = {kind: each.title for kind, each in KINDS.items()}
 ADAPTER_MARKS = {mark: kind for kind, each in KINDS.items() for mark in each.marks}

@@ -35,6 +35,7 @@ from networks.files.weights import (
     AdapterWeights,
     LokrWeights,
     LoraWeights,
+    TokenRowWeights,
     fold_scale,
 )
 
@@ -63,7 +64,7 @@ def save_adapter(
     """
     if targets.own_names and save_format != "peft":
         raise UserError(f"save_format: LoRAs of {targets.family} are kept in PEFT's layout alone; leave it out")
-    kind = next((module.kind for module in weights.values()), "lora")
+    kind = next((module.kind for module in weights.values() if not isinstance(module, TokenRowWeights)), "lora")
     check_save_format(kind, save_format)
     layout = layout_of(kind, save_format, targets)
     tensors: dict[str, Tensor] = {}

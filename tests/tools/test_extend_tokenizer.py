@@ -67,6 +67,7 @@ def test_it_grows_and_nothing_else_changes(kind: str, tied: bool, padding: int, 
     for text in TEXT:
         assert ours.encode(text) == before.encode(text)
         assert ours.encode(text, special=True) == theirs.encode(text, add_special_tokens=False)
+        assert ours.begins == before.begins == theirs.encode("")
     assert ours.encode("a<|tool|>b", special=True) == theirs.encode("a<|tool|>b", add_special_tokens=False)
     assert first + count - 1 in ours.encode("a<|tool|>b", special=True)
 

@@ -359,8 +359,10 @@ def _targets(family: LMFamily, stack: str) -> LoraTargets:
         for name in theirs if not ours.endswith("norm") else ():
             part = f".{name.rpartition('.')[2]}" if len(theirs) > 1 else ""
             rows.append(KeyRow(f"blocks.{{i}}.{ours}{part}", (f"{stack}.{{i}}.{name}",), transposed=family == "gpt2"))
+    embedding = "transformer.wte" if family == "gpt2" else "model.embed_tokens"
+    rows += [KeyRow("embedding", (embedding,)), KeyRow("lm_head", ("lm_head",))]  # of which rows may be trained
     in_block = re.escape(stack) + r"\.(\d+)\."
-    layers = [row.parts[0].removeprefix(f"{stack}.{{i}}.") for row in rows]
+    layers = [row.parts[0].removeprefix(f"{stack}.{{i}}.") for row in rows if "{i}" in row.original]
     groups = {layer.replace(".", "_") if layer.endswith("c_proj") else layer.split(".")[1]: layer for layer in layers}
     return LoraTargets(
         family=family,

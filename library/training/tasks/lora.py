@@ -209,7 +209,8 @@ class LoraTask(Task):
         )
         self.engine.needs_base = any(layer.kind == "dora" for layer in self.network.modules.values())
         limit = config.network.scale_weight_norms
-        layers = [layer for layer in self.network.modules.values() if layer.trained()]  # of joined ones the first
+        # of joined ones the first
+        layers = [layer for layer in self.network.modules.values() if "lora_A.weight" in layer.trained()]
         if limit:
             self.norm_limit = WeightNormLimit(limit, layers)
             self.engine.after_update = self.norm_limit.apply
