@@ -32,10 +32,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from rich.console import Console
 
 from bench.tiny_runs import MODEL, lora_weights, models_with, run, train_lora
 from library.config.model_types import Blank
+from library.console import Console
 from library.errors import exit_on_user_error
 from library.fidelity.border import LIMITS, STEP_8BIT, judge_border
 from library.fidelity.calibration import CalibrationOptions
