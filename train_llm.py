@@ -1,6 +1,7 @@
-"""Pretrain a language model on a corpus that tools/prepare_text.py made.
+"""Train all weights of a language model, on texts that tools/prepare_text.py prepared or on conversations.
 
     python train_llm.py --config_file configs/llm/llama_tiny.toml
+    python train_llm.py --config_file configs/llm/llama_chat.toml --train_data my_chats.jsonl
     torchrun --nproc-per-node 2 train_llm.py --config_file ...
 
 The configuration is complete and checked before anything heavy is imported: a wrong key answers at once.
@@ -33,12 +34,13 @@ def train(config: PretrainConfig) -> Run:
     """Train as ``config`` says; leave the model, metrics and samples in ``output_dir``.
 
     Raises:
-        UserError: anything in the configuration, the corpus or the model files that a user can fix.
+        UserError: anything in the configuration, the data or the model files that a user can fix.
     """
+    from library.training.tasks.chat_tuning import ChatTuning
     from library.training.tasks.pretraining import Pretraining
     from library.training.trainer import train as train_task
 
-    return train_task(Pretraining(config))
+    return train_task(ChatTuning(config) if config.chat.train_data else Pretraining(config))
 
 
 if __name__ == "__main__":

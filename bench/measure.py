@@ -2,13 +2,15 @@
 
 *Time*: every case lives in a process of its own with one thread; steps are taken in turn, round after round, and
 counted in CPU seconds, so that other programs on the machine disturb little; with more threads by the clock. The median
-counts.
+counts. Tandem sets how its threads wait (``WAITING``) and, in training, how its allocator keeps memory (``KEEPING``).
+Other programs are measured without these settings, as they come, and with them (:func:`both_ways`).
 
 *Memory*: another process each, freshly loaded; what two steps add at most to the resident memory of the loaded model,
 files that are mapped in not counted (Linux: VmHWM, reset through /proc/self/clear_refs), gradients and optimizer state
 of the LoRA included.
 
-A case is a function that can be pickled and its arguments; in the child process it builds a :class:`Stepper`.
+A :class:`Case` is a function that can be pickled and its arguments; in the child process it builds a
+:class:`Stepper`.
 
 On a card a process a :class:`Job` yields rows, within a time limit (:class:`Children`): what fails or hangs takes no
 other down.
@@ -39,10 +41,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from library.files import write_text
+from library.training.memory.budget import ON_HEAP, UNUSED
 
 _END_SECONDS = 10  # in which a process that has sent all ends
 _TRIM_THRESHOLD = 1 << 20  # bytes from which glibc gives memory back at once; for the memory runs only
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+WAITING = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
+KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(ON_HEAP), "MALLOC_TRIM_THRESHOLD_": str(UNUSED)}
+SAME = ", same settings"
 _PRELOADED = ["diffusers.models.transformers.transformer_flux", "diffusers.loaders.peft", "peft"]  # seconds each time
 
 
@@ -56,29 +62,52 @@ class Stepper(Protocol):
         ...
 
 
-Case = tuple[Callable[..., Stepper], tuple[Any, ...]]
+class Case(NamedTuple):
+    """What ``build`` makes of ``arguments``, in a process that has ``settings`` in its environment."""
+
+    build: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    settings: Mapping[str, str] = {}
 
 
-def measure(
-    cases: Mapping[Any, Case], rounds: int, memory: bool = True, threads: int = 1
-) -> dict[Any, dict[str, float]]:
-    """Return CPU seconds of a step of every case, median and least, and its ``memory`` (:func:`measure_memory`).
-
-    Of several ``threads`` seconds are those of the clock.
-    """
-    found = measure_memory(cases) if memory else {name: {} for name in cases}
-    for name, steps in measure_time(cases, rounds, threads).items():
-        found[name] |= {"step_s": statistics.median(steps), "step_min_s": min(steps)}
+def both_ways(cases: Mapping[str, Case], settings: Mapping[str, str]) -> dict[str, Case]:
+    """Return Tandem's case with its ``settings``, and each other program's as it comes and with the same settings."""
+    found = dict[str, Case]()
+    for name, case in cases.items():
+        same = case._replace(settings=settings)
+        found |= {name: same} if name == "tandem" else {name: case, name + SAME: same}
     return found
 
 
-def measure_time(cases: Mapping[Any, Case], rounds: int, threads: int = 1) -> dict[Any, list[float]]:
-    """Return the seconds of a step of every case, round after round, the cases taken in turn."""
+def clock() -> float:
+    """Return the CPU seconds of this process if it has one thread; of several, the clock's."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def step_seconds(stepper: Stepper) -> float:
+    """Return how long a step takes."""
+    started = clock()
+    stepper.step()
+    return clock() - started
+
+
+def measure(cases: Mapping[Any, Case], rounds: int) -> dict[Any, dict[str, float]]:
+    """Return CPU seconds of a step of every case, and its memory (:func:`measure_memory`)."""
+    found = measure_memory(cases)
+    for name, steps in measure_time(cases, rounds).items():
+        found[name]["step_s"] = statistics.median(steps)
+    return found
+
+
+def measure_time(
+    cases: Mapping[Any, Case], rounds: int, threads: int = 1, take: Callable[[Any], Any] = step_seconds
+) -> dict[Any, list[Any]]:
+    """Return what ``take`` finds of every case, round after round, the cases taken in turn."""
     workers = {}
     for name, case in cases.items():  # loaded one after the other: building needs memory
-        workers[name] = start(_serve_time, case, threads)
+        workers[name] = start(_serve_time, case, threads, take, settings=case.settings)
         _receive(*workers[name], name)
-    seconds: dict[Any, list[float]] = {name: [] for name in cases}
+    seconds: dict[Any, list[Any]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, (process, connection) in workers.items():
             connection.send(True)
@@ -93,7 +122,7 @@ def measure_memory(cases: Mapping[Any, Case]) -> dict[Any, dict[str, float]]:
     """Return what each case's steps add, its peak and its frozen weights in MiB."""
     found = {}
     for name, case in cases.items():
-        process, connection = start(_serve_memory, case)
+        process, connection = start(_serve_memory, case, settings=case.settings)
         sizes = zip(("added_mib", "peak_mib", "weights_mib"), _receive(process, connection, name), strict=True)
         found[name] = {key: size / 2**20 for key, size in sizes}
         process.join()
@@ -184,28 +213,24 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _serve_time(connection: Connection, case: Case, threads: int) -> None:
-    """Take a step whenever the parent says so; answer with its seconds."""
+def _serve_time(connection: Connection, case: Case, threads: int, take: Callable[[Any], Any]) -> None:
+    """Measure whenever the parent says so; answer with what was found."""
     torch.set_num_threads(threads)
-    clock = time.process_time if threads == 1 else time.perf_counter
-    build, arguments = case
-    stepper = build(*arguments)
-    stepper.step()  # the first allocates and chooses kernels
+    built = case.build(*case.arguments)
+    take(built)  # the first step allocates and chooses kernels
     connection.send("ready")
     while connection.recv():
-        started = clock()
-        stepper.step()
-        connection.send(clock() - started)
+        connection.send(take(built))
 
 
 def _serve_memory(connection: Connection, case: Case) -> None:
     """Answer with (bytes that two steps add at most to the loaded model, total peak, bytes of the base)."""
     torch.set_num_threads(1)
     libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
-    libc.mallopt(_M_MMAP_THRESHOLD, _TRIM_THRESHOLD)
-    build, arguments = case
-    stepper = build(*arguments)
+    if not case.settings.keys() & KEEPING.keys():
+        libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
+        libc.mallopt(_M_MMAP_THRESHOLD, _TRIM_THRESHOLD)
+    stepper = case.build(*case.arguments)
     gc.collect()
     libc.malloc_trim(0)
     loaded = resident("RssAnon")
@@ -279,17 +304,29 @@ def _send(connection: Connection, measure: Callable[..., Iterator[dict[str, Any]
         connection.send(None)
 
 
-def start(serve: Callable[..., None], *arguments: Any, daemon: bool = True) -> tuple[Any, Connection]:
+def start(
+    serve: Callable[..., None], *arguments: Any, daemon: bool = True, settings: Mapping[str, str] | None = None
+) -> tuple[Any, Connection]:
     """Call ``serve`` with a connection and ``arguments`` in a process of its own; return that and the other end.
 
-    It is forked from one that has imported the libraries, which saves seconds. One that is no ``daemon`` may start
-    processes itself, and has to be ended.
+    It is forked from one that has imported the libraries, which saves seconds; with ``settings`` it is a new one, with
+    these and no others of ``WAITING`` and ``KEEPING`` in its environment. One that is no ``daemon`` may start processes
+    itself, and has to be ended.
     """
-    context = multiprocessing.get_context("forkserver")
+    context: Any = multiprocessing.get_context("forkserver" if settings is None else "spawn")
     context.set_forkserver_preload(_PRELOADED)
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, *arguments), daemon=daemon)
-    process.start()
+    before = dict(os.environ)
+    if settings is not None:
+        for name in before.keys() & {*WAITING, *KEEPING}:
+            del os.environ[name]
+        os.environ.update(settings)
+    try:
+        process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     there.close()
     return process, here
 

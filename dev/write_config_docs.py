@@ -26,7 +26,7 @@ from library.config.markers import MustMatch, OnlyWith, listed
 from library.config.model_types import MODEL_TYPES, Tool, kohya_trainers
 from library.config.published_models import CARDS, MODEL, Fit, fit, link, published_models
 from library.config.rules import LAYOUTS, LORA_MATRIX, PRETRAIN_MATRIX, Row
-from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Fields, Script, fields, section_fields, sections
 from library.files import write_text
 
 KOHYA_PAGE = ROOT / "docs/kohya_flags.md"
@@ -62,6 +62,7 @@ def options_page(script: Script = LORA) -> str:
         "Where no default stands, an option is unset. The last column says what an option has no effect without, and ⟳",
         "that a resumed state must have been trained with the same value.",
     ]
+    known = fields(script)
     for name, section in sections(script).items():
         lines += ["", f"## {name}", "", (section.__doc__ or "").strip().split("\n")[0], ""]
         lines += ["| key | type | default | what it does | goes with |", "|---|---|---|---|---|"]
@@ -71,18 +72,18 @@ def options_page(script: Script = LORA) -> str:
             default = "required" if field.is_required() else "" if value is None else f"`{json.dumps(value)}`"
             default = value if value in (FAMILY, KIND) else default
             lines.append(
-                f"| `{key}` | {_type(keys[key])} | {default} | {field.description} | {_goes_with(key, field)} |"
+                f"| `{key}` | {_type(keys[key])} | {default} | {field.description} | {_goes_with(key, field, known)} |"
             )
     matrix = PRETRAIN_MATRIX if script is LLM else LORA_MATRIX
-    known = fields(script)
     return "\n".join([*lines, *_matrix([row for row in matrix if row.key in known], known)]) + "\n"
 
 
-def _goes_with(key: str, field: FieldInfo) -> str:
-    """Return what an option has no effect without, and whether a resume must match it."""
+def _goes_with(key: str, field: FieldInfo, known: Fields) -> str:
+    """Return which of the ``known`` options one has no effect without, and whether a resume must match it."""
     types = [name for name, row in MODEL_TYPES.items() if key in row.keys]
     needs = [f"`model_type` = {listed(tuple(types))}"] if types else []
-    needs += [str(marker) for marker in field.metadata if isinstance(marker, OnlyWith)]
+    markers = (marker for marker in field.metadata if isinstance(marker, OnlyWith))
+    needs += [str(one) for one in markers if not all(k in known and known[k][1].is_required() for k in one.needs)]
     return "; ".join(needs) + (" ⟳" if any(isinstance(marker, MustMatch) for marker in field.metadata) else "")
 
 

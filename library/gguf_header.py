@@ -37,7 +37,7 @@ _MAX_DIMENSIONS = 4  # of ggml
 # a value's type -> its struct format; 8 is a string, 9 an array
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_BLOCK = re.compile(r"(.*\bblk)\.(\d+)\.(.*)")
+_BLOCK = re.compile(r"(.*\b(?:blk|layers))\.(\d+)\.(.*)")
 LANGUAGE_MODELS = ("llama", "qwen2", "qwen3", "smollm3")  # those that are read, by general.architecture; Mistral: llama
 _TABLES = tomllib.loads(Path(__file__).with_name("gguf_names.toml").read_text(encoding="utf-8"))
 # general.architecture -> llama.cpp's names against transformers', * for the block
@@ -252,6 +252,11 @@ def _check_type(name: str, value: Any) -> None:
         TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError:
         raise ValueError(f"{name} = {value!r:.40}, of another type than llama.cpp writes") from None
+
+
+def gguf_name(name: str) -> str:
+    """Return llama.cpp's name for a tensor of a language model that transformers calls ``name``."""
+    return _renamed(name, {theirs: ours for ours, theirs in _TABLES["qwen"].items()})
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

@@ -32,7 +32,7 @@ def write_corpus(folder: Path) -> Path:
     return folder / "tokens"
 
 
-def flags(corpus: Path, output: Path, **settings: object) -> list[str]:
+def flags(corpus: Path | None, output: Path, **settings: object) -> list[str]:
     """Return the command line of a short run of a small model; ``settings`` override."""
     defaults: dict[str, object] = {
         "preset": "llama-tiny",
@@ -52,7 +52,7 @@ def flags(corpus: Path, output: Path, **settings: object) -> list[str]:
     return flags_of(defaults | settings)
 
 
-def run(corpus: Path, output: Path, curves: bool = False, **settings: object) -> Run:
+def run(corpus: Path | None, output: Path, curves: bool = False, **settings: object) -> Run:
     """Train in this process; ``curves``: with lr.png, which takes longer than the training."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
     with nullcontext() if curves else without_curves():

@@ -172,8 +172,9 @@ class _Answerer:
         prompt, remarks = prompt_of(session, request, settings.max_new_tokens)
         settings = replace(settings, seed=settings.seed + len(request.get("turns", ())))  # other numbers each turn
         tools = {tool["function"]["name"] for tool in read_tools(request, "tools")}
-        is_thinking = session.template.tokenizer.decode(prompt[-8:]).rstrip().endswith("<think>")
-        reader = AnswerReader(request.get("stop", ()), is_thinking, tools, is_chat="messages" in request)
+        is_chat, tokenizer = "messages" in request, session.template.tokenizer
+        is_thinking = is_chat and tokenizer.decode(prompt[-8:]).rstrip().endswith("<think>")
+        reader = AnswerReader(request.get("stop", ()), is_thinking, tools, is_chat)
         text, shown = "", CALL_MARKS if tools else ()
         with closing(session.answer(self._loaded.model, prompt, settings, shown)) as pieces:
             for piece in pieces:

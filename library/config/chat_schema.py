@@ -26,8 +26,11 @@ from library.config.schema import (
     TrainingConfig,
 )
 
+_TALKS = OnlyWith(train_data=True)
 _DRAWN = OnlyWith(", which is 0 (greedy)", sample_temperature=True)
-_HELD_OUT = OnlyWith(any_of=True, validation_data=True, validation_split=True)
+HELD_OUT = OnlyWith(any_of=True, validation_data=True, validation_split=True)
+
+_TRAIN_DATA = "jsonl, json or parquet files or folders: messages, ShareGPT, Alpaca, or prompt and completion"
 
 
 class LanguageModelConfig(Section):
@@ -48,35 +51,40 @@ class LanguageModelConfig(Section):
     )
 
 
-class ChatDataConfig(Section):
+class ConversationsConfig(Section):
     """The conversations, and how they are trained on."""
 
-    train_data: list[str] = Field(
-        min_length=1,
-        description="jsonl, json or parquet files or folders: messages, ShareGPT, Alpaca, or prompt and completion",
-    )
-    validation_data: list[str] = Field([], description="the same, to validate on")
-    validation_split: Annotated[Fraction, MUST_MATCH] = Field(
+    train_data: list[str] = Field([], description=_TRAIN_DATA)
+    validation_data: Annotated[list[str], _TALKS] = Field([], description="the same, to validate on")
+    validation_split: Annotated[Fraction, MUST_MATCH, _TALKS] = Field(
         0.0, description="share of train_data to validate on instead; follows seed"
     )
-    chat_template: Annotated[str, MUST_MATCH] = Field(
+    chat_template: Annotated[str, MUST_MATCH, _TALKS] = Field(
         "auto",
         description="how conversations are formatted; tokenizer: as published with it; auto: that, if there is one, "
         "else the one of llama3, chatml, llama2, plain whose special tokens it has; or a Jinja file",
     )
-    chat_template_args: Annotated[Pairs, MUST_MATCH] = Field(
+    chat_template_args: Annotated[Pairs, MUST_MATCH, _TALKS] = Field(
         [], description="name=value pairs for the template, enable_thinking=false"
     )
-    system_prompt: str | None = Field(None, description="system message of conversations that have none")
-    train_on: Annotated[Literal["assistant", "all"], MUST_MATCH] = Field(
+    system_prompt: Annotated[str | None, _TALKS] = Field(
+        None, description="system message of conversations that have none"
+    )
+    train_on: Annotated[Literal["assistant", "all"], MUST_MATCH, _TALKS] = Field(
         "assistant", description="tokens the loss counts: the assistant's, or all"
     )
-    max_length: Annotated[Size | None, MUST_MATCH] = Field(
+    max_length: Annotated[Size | None, MUST_MATCH, _TALKS] = Field(
         None, description="tokens of a window; longer conversations are truncated; default: the context, at most 2048"
     )
-    packing: Annotated[bool, MUST_MATCH] = Field(
+    packing: Annotated[bool, MUST_MATCH, _TALKS] = Field(
         False, description="pack several conversations into a window; none attends to another"
     )
+
+
+class ChatDataConfig(ConversationsConfig):
+    """The conversations, and how they are trained on."""
+
+    train_data: list[str] = Field(min_length=1, description=_TRAIN_DATA)
     train_batch_size: Annotated[Batch, MUST_MATCH] = Field(
         1, description="windows in a forward pass: conversations, or packs of them"
     )
@@ -96,13 +104,13 @@ class ChatSamplingConfig(SamplingConfig):
 class ChatValidationConfig(Section):
     """Loss on held-out conversations; unless it is said when, with each save."""
 
-    validate_every_n_steps: Annotated[Positive | None, _HELD_OUT] = Field(
+    validate_every_n_steps: Annotated[Positive | None, HELD_OUT] = Field(
         None, description="validate every so many optimizer steps"
     )
-    validate_every_n_epochs: Annotated[Positive | None, _HELD_OUT] = Field(
+    validate_every_n_epochs: Annotated[Positive | None, HELD_OUT] = Field(
         None, description="validate every so many epochs"
     )
-    max_validation_conversations: Annotated[Positive, _HELD_OUT] = Field(
+    max_validation_conversations: Annotated[Positive, HELD_OUT] = Field(
         256, description="at most so many held-out conversations"
     )
 

@@ -1,5 +1,6 @@
 """Every setting of ``train_llm.py``, once; ``library.config.schema`` says how a schema is read.
 
+It trains all weights of a language model, on texts (``data_dir``) or on conversations (``train_data``).
 Keys that mean what they mean in ``train_lora.py`` have the same names.
 """
 
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from library.config.chat_schema import ChatSamplingConfig
+from library.config.chat_schema import HELD_OUT, ChatSamplingConfig, ConversationsConfig
 from library.config.markers import (
     MUST_MATCH,
     SAME_RESULT,
@@ -41,6 +42,9 @@ from library.config.schema import (
 )
 
 _ADAM_BETAS = "betas=0.9,0.95"  # of GPT-3 (arXiv 2005.14165) and Llama; torch's 0.999 is slow to forget early steps
+_TUNING_RATE = 2e-5  # of Llama 2's chats (arXiv 2307.09288), TRL's SFTConfig and torchtune's full_finetune recipes
+_OF_TEXTS, _OF_TALKS = OnlyWith(data_dir=True), OnlyWith(train_data=True)
+_VALIDATED = OnlyWith(any_of=True, data_dir=True, validation_data=True, validation_split=True)
 _OfPreset = Annotated[Size | None, OnlyWith(", whose weights have their size", init_from=False)]
 
 
@@ -53,7 +57,10 @@ class LLMModelConfig(Section):
     init_from: str | None = Field(
         None, description="folder, GGUF file, or name on the hub, of a language model to go on from"
     )
-    context: Annotated[Size | None, MUST_MATCH] = Field(
+    tokenizer: Annotated[str | None, _OF_TALKS] = Field(
+        None, description="tokenizer's file or folder for conversations; default: that of init_from"
+    )
+    context: Annotated[Size | None, MUST_MATCH, OnlyWith("; conversations have max_length", data_dir=True)] = Field(
         None, description="tokens a training window holds; default: the model's"
     )
     width: _OfPreset = Field(None, description="of the residual stream, instead of the preset's")
@@ -65,12 +72,17 @@ class LLMModelConfig(Section):
 
 
 class LLMDataConfig(Section):
-    """The corpus, and how much of it makes a step."""
+    """The corpus, unless conversations are trained on, and how much makes a step."""
 
-    data_dir: str = Field(description="folder that tools/prepare_text.py wrote")
-    train_batch_size: Batch = Field(8, description="windows in a forward pass of one process")
-    tokens_per_batch: Positive | None = Field(
+    data_dir: str | None = Field(None, description="folder that tools/prepare_text.py wrote; or set train_data")
+    train_batch_size: Batch = Field(
+        8, description="windows in a forward pass of one process: of the corpus, conversations, or packs of them"
+    )
+    tokens_per_batch: Annotated[Positive | None, _OF_TEXTS] = Field(
         None, description="tokens of an optimizer step over all processes; default: those of one forward pass each"
+    )
+    gradient_accumulation_steps: Annotated[Batch, _OF_TALKS] = Field(
+        1, description="batches of conversations per optimizer step, of each process"
     )
 
 
@@ -85,23 +97,30 @@ class LLMOptimizerConfig(OptimizerConfig):
     optimizer_args: Pairs = Field(
         [], description='key=value pairs for the optimizer; AdamW has "betas=0.9,0.95" unless set here'
     )
-    learning_rate: Rate = Field(6e-4, description="peak learning rate; 1.0 for Prodigy and D-Adaptation")
+    learning_rate: Rate = Field(
+        6e-4, description="peak learning rate; default with init_from 2e-5, of Prodigy and D-Adaptation 1.0"
+    )
     weight_decay: Annotated[NotNegative, MUST_MATCH] = Field(0.1, description="of matrices; norms and biases have none")
-    clip_during_warmup: Annotated[bool, OnlyWith(max_grad_norm=True)] = Field(
-        False, description="clip from step 0 on, not only after the warm-up"
+    clip_during_warmup: Annotated[bool | None, OnlyWith(max_grad_norm=True)] = Field(
+        None, description="clip from step 0 on, not only after the warm-up; default: with init_from"
     )
     lr_scheduler: Scheduler = Field("cosine", description="learning rate schedule after the linear warm-up")
     lr_warmup_steps: WarmUp = Field(0.02, description="warm-up in optimizer steps, or as a fraction of all")
     lr_scheduler_min_lr_ratio: LeastRate = Field(0.1, description="floor of the decaying schedules, as a share of lr")
 
-    def with_defaults(self) -> OptimizerConfig:
-        """Return these settings with what is usual where it is unset, and no warm-up of a constant schedule."""
+    def with_defaults(self, is_published: bool) -> LLMOptimizerConfig:
+        """Return these settings with what is usual where it is unset, and no warm-up of a constant schedule.
+
+        ``is_published``: the weights are not fresh, so a smaller rate is usual, and the first gradients are not larger.
+        """
         changes: dict[str, Any] = {"lr_warmup_steps": 0} if self.lr_scheduler == "constant" else {}
         has_betas = any(argument.split("=")[0].strip() == "betas" for argument in self.optimizer_args)
         if self.optimizer_type.lower() == "adamw" and not has_betas:
             changes["optimizer_args"] = [*self.optimizer_args, _ADAM_BETAS]
-        if "learning_rate" not in self.model_fields_set and estimates_step_size(self.optimizer_type):
-            changes["learning_rate"] = 1.0
+        if "learning_rate" not in self.model_fields_set and (is_published or estimates_step_size(self.optimizer_type)):
+            changes["learning_rate"] = 1.0 if estimates_step_size(self.optimizer_type) else _TUNING_RATE
+        if self.clip_during_warmup is None:
+            changes["clip_during_warmup"] = is_published
         return self.model_copy(update=changes)
 
 
@@ -140,7 +159,9 @@ class LLMSavingConfig(SavingConfig):
 class LLMSamplingConfig(ChatSamplingConfig):
     """Text before, during and after training."""
 
-    sample_prompts: list[str] = Field([], description="beginnings that samples go on from")
+    sample_prompts: list[str] = Field(
+        [], description="beginnings that samples go on from; with train_data user messages, which are answered"
+    )
     sample_at_first: Annotated[bool | None, SAMPLED, AtStart()] = Field(  # type: ignore[assignment]
         None, description="sample before the first step; default: where sample_every_n_steps is set"
     )
@@ -149,18 +170,26 @@ class LLMSamplingConfig(ChatSamplingConfig):
 
 
 class LLMValidationConfig(Section):
-    """Cross-entropy on held-out documents."""
+    """Cross-entropy on held-out documents or conversations."""
 
-    validate_every_n_steps: Positive | None = Field(None, description="validate every so many optimizer steps")
-    validate_every_n_epochs: Positive | None = Field(None, description="validate every so many epochs")
-    validation_tokens: Positive = Field(65536, description="at most so many held-out tokens")
+    validate_every_n_steps: Annotated[Positive | None, _VALIDATED] = Field(
+        None, description="validate every so many optimizer steps"
+    )
+    validate_every_n_epochs: Annotated[Positive | None, _VALIDATED] = Field(
+        None, description="validate every so many epochs"
+    )
+    validation_tokens: Annotated[Positive, _OF_TEXTS] = Field(65536, description="at most so many held-out tokens")
+    max_validation_conversations: Annotated[Positive, HELD_OUT] = Field(
+        256, description="at most so many held-out conversations"
+    )
 
 
 class PretrainConfig(Section):
-    """All sections of a pretraining run."""
+    """All sections of a run that trains all weights."""
 
     model: LLMModelConfig = LLMModelConfig()
-    data: LLMDataConfig
+    data: LLMDataConfig = LLMDataConfig()
+    chat: ConversationsConfig = ConversationsConfig()
     optimizer: LLMOptimizerConfig = LLMOptimizerConfig()
     training: LLMTrainingConfig = LLMTrainingConfig()
     saving: LLMSavingConfig = LLMSavingConfig()

@@ -527,20 +527,33 @@ _PIPELINE = (
     ),
 )
 
+_HELD_OUT = Rule(
+    ("validation_split", "validation_data"),
+    lambda s: s.validation_data and s.validation_split,
+    "validation_data is what is validated on; remove one of them",
+)
+
 _CHATS = (
+    _HELD_OUT,
     Rule(
         ("network_type",),
         lambda s: s.network_type not in ("lora", "dora"),
         "peft's {network_type} has another form; a language model takes lora and dora",
     ),
-    Rule(
-        ("validation_split", "validation_data"),
-        lambda s: s.validation_data and s.validation_split,
-        "validation_data is what is validated on; remove one of them",
-    ),
 )
 
 _PRETRAINING = (
+    _HELD_OUT,
+    Rule(
+        ("data_dir", "train_data"),
+        lambda s: bool(s.data_dir) == bool(s.train_data),
+        "give either data_dir (texts, as tools/prepare_text.py writes them) or train_data (conversations)",
+    ),
+    Rule(
+        ("init_from", "train_data"),
+        lambda s: s.train_data and not s.init_from,
+        "conversations teach a model that has been trained on texts; set it, instead of preset",
+    ),
     Rule(
         ("preset", "init_from"),
         lambda s: (s.preset is None) == (s.init_from is None),

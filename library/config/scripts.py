@@ -95,10 +95,14 @@ LANGUAGE_LORA = Script(
 )
 LLM = Script(
     "train_llm.py",
-    "Pretrain a language model.",
+    "Train all weights of a language model, on texts or on conversations.",
     PretrainConfig,
     "pretraining",
-    foreign_keys=_REMARKS | _foreign_keys(PretrainConfig, "pretraining", PretrainConfig, ""),
+    foreign_keys=_REMARKS
+    | _foreign_keys(
+        PretrainConfig, "pretraining", ChatTrainConfig, "is about LoRAs, which train_lora.py trains; remove it"
+    )
+    | {"pretrained_model_name_or_path": "is called init_from where all weights are trained; rename it"},
 )
 
 

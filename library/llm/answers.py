@@ -93,7 +93,7 @@ def _tool_calls(text: str, tools: Collection[str]) -> tuple[str, list[dict[str, 
                 if value["name"] not in tools:
                     return text, []
                 arguments = value.get("arguments", value.get("parameters", {}))
-                written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                written = arguments if isinstance(arguments, str) else json.dumps(arguments)
                 function = {"name": value["name"], "arguments": written}
                 # Mistral's template wants an id of nine letters and digits.
                 calls.append({"id": secrets.token_hex(5)[:9], "type": "function", "function": function})

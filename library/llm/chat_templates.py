@@ -211,13 +211,15 @@ class ChatTemplate(PromptTemplate):
                 **{**self.names, **self.arguments},
             )
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            reason: object = error
             if any(message.content is None for message in messages):  # some want a text beside a call
                 filled = [message._replace(content=message.content or "") for message in messages]
                 text, spans = self.render(filled, tools, answer_next)
                 if all(name in plain(text) for message in messages for name in message.called):
                     return text, spans
+                reason = "it has no place for calls of tools, as chatml has"
             raise UserError(
-                f"chat_template: {self.name} refuses the conversation ({error}); correct it or choose another template"
+                f"chat_template: {self.name} refuses the conversation ({reason}); correct it or choose another template"
             ) from None
         return texts[0], list(spans[0]) if is_marked else []
 

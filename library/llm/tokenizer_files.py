@@ -9,6 +9,8 @@ model only a little worse, which nobody would notice.
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -40,12 +42,17 @@ SPLITS = {
     "gpt-2": (GPT2_PATTERN,),
     "llama-bpe": (LLAMA3_PATTERN,),
     "qwen2": (_QWEN2_PATTERN,),
+    "smaug-bpe": (LLAMA3_PATTERN,),
+    "stablelm2": (_QWEN2_PATTERN,),
     "smollm": (r"\p{N}", GPT2_PATTERN),
     "tekken": (_TEKKEN_PATTERN,),
 }
 # a word that is a token is not put together by merges; texts begin with bos unless the file says otherwise
 _WHOLE_WORDS = _BEGIN_WITH_BOS = ("llama-bpe", "tekken")
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # of tokenizer.ggml.token_type; SentencePiece has the same numbers
+# of tokenizer.ggml.token_type; SentencePiece has the same numbers
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+# any three of what splits and normalisers tell apart: marks, digits, blanks, lines, letters, those written in two ways
+_PROBE = "I'm YOU'RE we'll " + "".join(map("".join, itertools.product("sS1٣ \t\n\r'./é中\u0301ﬁ🙂", repeat=3)))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -110,7 +117,10 @@ def read_gguf_tokenizer(file: Path) -> Tokenizer:
     Raises:
         UserError: there is none, or of a kind that is not read.
     """
-    metadata = read_gguf_metadata(file)
+    return _from_metadata(file, read_gguf_metadata(file))
+
+
+def _from_metadata(file: Path, metadata: dict[str, Any]) -> Tokenizer:
     tokens, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
     if not tokens:
         raise UserError(f"{file}: no tokenizer.ggml.tokens; give the tokenizer of the model by itself (tokenizer)")
@@ -131,6 +141,69 @@ def read_gguf_tokenizer(file: Path) -> Tokenizer:
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", by_default)
     tokenizer.put_ends(adds_bos, metadata.get("tokenizer.ggml.add_eos_token", False))
     return tokenizer
+
+
+def gguf_tokenizer(tokenizer: Tokenizer, rows: int, source: Path) -> dict[str, Any]:
+    """Return the metadata of which :func:`read_gguf_tokenizer` makes ``tokenizer`` again.
+
+    Which split it has is found by trying: on a text made for that, and on the texts of all tokens.
+
+    Args:
+        tokenizer: of any kind.
+        rows: of the model's embedding; those behind the last token become unused tokens.
+        source: what messages name.
+
+    Raises:
+        UserError: there are more tokens than rows, or no split of GGUF gives the same tokens.
+    """
+    if tokenizer.vocab_size > rows:
+        raise UserError(f"{source}: {tokenizer.vocab_size} tokens, the model has {rows}; take its own --tokenizer")
+    text = "\n".join([_PROBE, *(tokenizer.decode([number]) for number in range(tokenizer.vocab_size))])
+    numbers = tokenizer.encode(text)
+    if isinstance(tokenizer, TiktokenTokenizer):
+        tokenizer = HuggingFaceTokenizer(tokenizer.converted())
+    entries, merges = _vocabulary(tokenizer)
+    known = [entries.get(number, (f"[PAD{number}]", _UNUSED, 0.0)) for number in range(rows)]
+    tokens, types, scores = map(list, zip(*known, strict=True))
+    ways: list[dict[str, Any]] = [{"model": "gpt2", "pre": pre, "merges": merges} for pre in SPLITS]
+    if merges is None:
+        ways = [{"model": "llama", "scores": scores, "add_space_prefix": is_added} for is_added in (True, False)]
+    pieces = _pieces(tokenizer)
+    for way in ways:
+        said = {"pre": "default", "tokens": tokens, "token_type": types, **way}
+        made = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
+        tried = _from_metadata(source, made)
+        if (merges is None or _pieces(tried) == pieces) and tried.encode(text) == numbers:
+            return made
+    known_splits = ", ".join(SPLITS)
+    raise UserError(f"{source}: GGUF has no word for how this tokenizer changes or splits text ({known_splits} differ)")
+
+
+def _pieces(tokenizer: Tokenizer) -> list[str] | None:
+    """Return what a ``tokenizer.json`` makes of :data:`_PROBE` before it merges; None of the other kinds."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.inner.pre_tokenizer is None:
+        return None
+    return [piece for piece, _ in tokenizer.inner.pre_tokenizer.pre_tokenize_str(_PROBE)]
+
+
+def _vocabulary(tokenizer: Tokenizer) -> tuple[dict[int, tuple[str, int, float]], list[str] | None]:
+    """Return each number's token, type and score, and the merges; None where scores take their place."""
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        added = {number: (token, _CONTROL, 0.0) for token, number in tokenizer.special.items()}
+        return added | {
+            i: (piece.piece, piece.type, piece.score) for i, piece in enumerate(tokenizer.proto().pieces)
+        }, None
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    model, added_tokens = json.loads(tokenizer.inner.to_str())["model"], tokenizer.inner.get_added_tokens_decoder()
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges", ())]
+    types = {token.content: _CONTROL if token.special else _USER_DEFINED for token in added_tokens.values()}
+    if by_scores := model.get("byte_fallback"):
+        types |= {f"<0x{byte:02X}>": _BYTE for byte in range(256)} | {model.get("unk_token"): _UNKNOWN}
+    # SentencePiece merges where the score of what comes of it is highest: that of the first merge that makes it
+    scores = {merge.replace(" ", ""): -float(rank) for rank, merge in reversed(list(enumerate(merges)))}
+    numbers = tokenizer.inner.get_vocab(with_added_tokens=True).items()
+    entries = {number: (token, types.get(token, _NORMAL), scores.get(token, 0.0)) for token, number in numbers}
+    return entries, None if by_scores else merges
 
 
 def read_gguf_template(file: Path) -> tuple[str | None, dict[str, str]]:
@@ -180,11 +253,11 @@ def _bpe(file: Path, metadata: dict[str, Any], tokens: list[str], types: list[in
 
 
 def _sentencepiece(file: Path, metadata: dict[str, Any], tokens: list[str], types: list[int]) -> SentencePieceTokenizer:
-    from sentencepiece import sentencepiece_model_pb2 as messages
-
     scores = metadata.get("tokenizer.ggml.scores") or []
     if len(scores) != len(tokens):
         raise UserError(f"{file}: {len(tokens)} tokens and {len(scores)} tokenizer.ggml.scores; download it again")
+    from sentencepiece import sentencepiece_model_pb2 as messages
+
     model = messages.ModelProto()  # type: ignore[attr-defined]  # protobuf makes it
     for token, score, kind in zip(tokens, scores, types, strict=True):
         model.pieces.add(piece=token, score=score, type=kind)

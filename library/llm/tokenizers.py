@@ -142,7 +142,10 @@ class Tokenizer(ABC):
         The texts of all tokens, and characters with all bytes, are encoded; how a file is written does not count.
         """
         texts = [self.decode([number]) for number in range(self.vocab_size)]
-        numbers = self.encode_whole("\n".join([*texts, *map(chr, range(1, 0xD800, 61))]))
+        usual = [] if self.bos in (None, self.eos) else [self.bos]
+        is_usual = self.begins == usual and not self.ends  # states of earlier versions then have the same digits
+        encode = self.encode if is_usual else self.encode_whole
+        numbers = encode("\n".join([*texts, *map(chr, range(1, 0xD800, 61))]))
         known = repr((sorted(self.special.items()), self.bos, self.eos, texts, numbers))
         return hashlib.sha256(known.encode()).hexdigest()[:32]
 
@@ -325,8 +328,7 @@ class SentencePieceTokenizer(_PublishedTokenizer):
 
     def __init__(self, file: Path, model: bytes | None = None) -> None:
         """Read ``file``; or ``model``, what such a file would hold."""
-        super().__init__([file], {"tokenizer_class": "LlamaTokenizer"})
-        self._bytes = model
+        super().__init__([], {"tokenizer_class": "LlamaTokenizer"})
         given = {"model_file": str(file)} if model is None else {"model_proto": model}
         self._model = sentencepiece.SentencePieceProcessor(**given)
         control = [i for i in range(self._model.vocab_size()) if self._model.is_control(i) or self._model.is_unknown(i)]
@@ -334,12 +336,16 @@ class SentencePieceTokenizer(_PublishedTokenizer):
         self._find_ends()
         self.put_ends(bos=True, eos=False)
 
+    def proto(self) -> Any:
+        """Return the file as a ``ModelProto``: pieces with scores and types. Tokens that were added are not in it."""
+        from sentencepiece import sentencepiece_model_pb2 as messages
+
+        return messages.ModelProto.FromString(self._model.serialized_model_proto())  # type: ignore[attr-defined]
+
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.model``, and the special tokens that were added."""
-        if self._bytes is not None:
-            with atomic_path(Path(folder) / "tokenizer.model") as temporary:
-                temporary.write_bytes(self._bytes)
-            self._files = []
+        with atomic_path(Path(folder) / "tokenizer.model") as temporary:
+            temporary.write_bytes(self._model.serialized_model_proto())
         super().save(folder)
 
     @property
@@ -372,10 +378,9 @@ class SentencePieceTokenizer(_PublishedTokenizer):
 
         As SentencePiece does here, every text between special tokens begins with a blank.
         """
-        from sentencepiece import sentencepiece_model_pb2 as messages
         from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
 
-        proto = messages.ModelProto.FromString(self._model.serialized_model_proto())  # type: ignore[attr-defined]
+        proto = self.proto()
         pieces: Any = [(piece.piece, piece.score) for piece in proto.pieces]
         merges = None
         if proto.trainer_spec.model_type == proto.trainer_spec.BPE:

@@ -23,7 +23,7 @@ from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
 from library.config.family_defaults import FAMILY, family_defaults, settle
 from library.config.markers import options, split_pairs
 from library.config.model_types import MODEL_TYPES, ConditionKind
-from library.config.pretrain_schema import PretrainConfig
+from library.config.pretrain_schema import LLMOptimizerConfig, PretrainConfig
 from library.config.schema import (
     FlowConfig,
     ModelConfig,
@@ -77,9 +77,9 @@ class ImagePlan(LoraPlan[TrainConfig]):
 
 @dataclass(frozen=True)
 class PretrainPlan(Plan[PretrainConfig]):
-    """What pretraining does; ``optimizer`` has AdamW's betas, and no warm-up of a constant schedule."""
+    """What the training of all weights does; ``optimizer`` has what is usual where it is unset."""
 
-    optimizer: OptimizerConfig
+    optimizer: LLMOptimizerConfig
 
 
 def with_precision(config: LoraConfig, on_cpu: bool) -> LoraConfig:
@@ -122,9 +122,9 @@ def _is_static(flow: FlowConfig) -> bool:
 
 
 def resolve_pretraining(config: PretrainConfig) -> PretrainPlan:
-    """Settle what pretraining does."""
+    """Settle what the training of all weights does."""
     dtype = torch.bfloat16 if config.training.full_bf16 else torch.float32
-    return PretrainPlan(config, dtype, config.optimizer.with_defaults())
+    return PretrainPlan(config, dtype, config.optimizer.with_defaults(config.model.init_from is not None))
 
 
 def resolve(config: LoraConfig, targets: LoraTargets) -> LoraPlan[LoraConfig]:

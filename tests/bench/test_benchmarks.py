@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import multiprocessing
+import os
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import bench.gpu as gpu
 import bench.train_step as train_step
 from bench.card_step import _NAMES, StepCase, measured, relative_error
 from bench.families import FAMILIES, Sizes, build_transformer
-from bench.measure import Children, Job, finish, measure, measure_memory, measure_time, reason
+from bench.measure import KEEPING, WAITING, Case, Children, Job, both_ways, finish, measure_memory, measure_time, reason
 from bench.served_formats import as_q4_1
 from library.models.family_by_name import family_class
 from library.precision.linear import QuantizedLinear
@@ -62,10 +63,26 @@ def fp8_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in model.modules() if isinstance(m, QuantizedLinear)]
 
 
-def test_steps_are_timed_in_a_process_of_their_own() -> None:
-    case = (train_step.build_step, ("tandem", "qwen_image", TINY_QWEN, "bf16", False))
-    row = measure({"tandem": case}, rounds=3, memory=False)["tandem"]
-    assert row["step_s"] >= row["step_min_s"] > 0
+def settings_here(_: object) -> tuple[int, dict[str, str | None]]:
+    """Return this process, and what its environment says of waiting and of memory, as if a step had found them."""
+    return os.getpid(), {name: os.environ.get(name) for name in (*WAITING, *KEEPING)}
+
+
+def test_every_program_is_alone_in_a_process_and_others_have_tandems_settings_in_one_more() -> None:
+    ours = {name: WAITING.get(name, KEEPING.get(name)) for name in (*WAITING, *KEEPING)}
+    before = dict(os.environ)
+    cases = both_ways({"tandem": Case(dict, ()), "peft": Case(dict, ())}, WAITING | KEEPING)
+    found = measure_time(cases, rounds=2, take=settings_here)
+    assert dict(os.environ) == before
+    assert len({process for turns in found.values() for process, _ in turns} | {os.getpid()}) == 4
+    settings = {name: {**turns[0][1]} for name, turns in found.items()}
+    assert settings["tandem"] == settings["peft, same settings"] == ours
+    assert {settings["peft"][name] for name in KEEPING} == {None}
+
+
+def test_a_step_is_timed() -> None:
+    case = Case(train_step.build_step, ("tandem", "qwen_image", TINY_QWEN, "bf16", False))
+    assert min(measure_time({"tandem": case}, rounds=2)["tandem"]) > 0
 
 
 def test_ratios_are_the_worst_and_keep_quantised_bases_apart() -> None:
@@ -100,7 +117,8 @@ def test_ratios_are_the_worst_and_keep_quantised_bases_apart() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_a_case_is_what_its_steps_add() -> None:
-    found = measure_memory({"tandem": (train_step.build_step, ("tandem", "flux", TINY, "bf16", False))})["tandem"]
+    case = Case(train_step.build_step, ("tandem", "flux", TINY, "bf16", False))
+    found = measure_memory({"tandem": case})["tandem"]
     assert 0 < found["added_mib"] < found["peak_mib"]
     assert found["weights_mib"] == pytest.approx(_base_mib(TINY), rel=0.01)
 
@@ -112,7 +130,9 @@ def _base_mib(sizes: Sizes) -> float:
 
 def test_a_case_that_dies_is_named() -> None:
     with pytest.raises(RuntimeError, match="case 'broken' ended with exit code 1; its error is above"):
-        measure_time({"broken": (train_step.build_step, ("tandem", "no such family", TINY, "bf16", False))}, rounds=1)
+        measure_time(
+            {"broken": Case(train_step.build_step, ("tandem", "no such family", TINY, "bf16", False))}, rounds=1
+        )
 
 
 CPU = torch.device("cpu")

@@ -14,7 +14,6 @@ from bench.llm_train import IMPLEMENTATIONS, SIZES, build, build_step
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import preset
-from tools.command import load_language_model
 
 
 @pytest.mark.parametrize("family", SIZES)
@@ -63,8 +62,8 @@ def test_both_generate_the_same_tokens(dtype: str, tmp_path: Path) -> None:
     with torch.no_grad():
         model.embedding.weight.mul_(20)
     export_hf(model, tmp_path)
-    ours = llm_generate.tandem(load_language_model(tmp_path, dtype, False))
-    theirs = llm_generate.transformers(tmp_path, torch.float32)
+    ours = llm_generate.tandem(tmp_path, dtype)
+    theirs = llm_generate.transformers(tmp_path, "fp32")
     prompts = [[1, 5, 9], [7, 3, 200]]
     written = theirs(prompts, 4)
     assert isinstance(written, torch.Tensor)

@@ -263,8 +263,16 @@ OF_A_LORA = {
     "init_lora_weights", "network_dim", "dim_from_weights", "network_alpha", "network_args", "full_bf16", "ema_decay",
     "fp8_base", "fp8_scaled", "fp8_granularity", "fp8_format", "fp8_exclude", "fp8_exclude_patterns", "fp8_rounding",
 }  # fmt: skip
-OF_CONVERSATIONS = {"chat_template", "train_on", "max_length", "packing", "train_batch_size", "validation_split"}
-OF_PRETRAINING = {
+OF_CONVERSATIONS = {
+    "chat_template",
+    "chat_template_args",
+    "train_on",
+    "max_length",
+    "packing",
+    "train_batch_size",
+    "validation_split",
+}
+OF_PRETRAINING = OF_CONVERSATIONS - {"train_batch_size"} | {
     "preset", "context", "optimizer_type", "text_encoder_lr", "optimizer_args", "weight_decay",
     "full_bf16", "seed", "ema_decay",
 }  # fmt: skip

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from library.llm.answers import AnswerReader
+from library.llm.answers import CALL_MARKS, AnswerReader
+from library.llm.tokenizers import IncrementalDecoder, train_bpe
 
 TOOLS = {"weather", "add"}
 WEATHER = {"name": "weather", "arguments": {"city": "Zürich <b>", "days": [1, 2]}}
@@ -115,3 +116,13 @@ def test_thinking_is_told_from_the_answer() -> None:
             assert read(pieces, is_thinking=is_thinking) == {"reasoning_content": "a < b", "content": "yes"}
     assert read(["<think>\na <", " b"]) == {"reasoning_content": "a < b"}  # cut off
     assert read(["I <think> so</think>"]) == {"content": "I <think> so</think>"}
+
+
+def test_the_marks_of_calls_are_read_where_they_are_special_tokens() -> None:
+    tokenizer = train_bpe(["add a name"] * 9, 300, ("<s>", "</s>", "[TOOL_CALLS]", "<|python_tag|>", "<think>"))
+    for text in (f"καλ [TOOL_CALLS]{json.dumps([ADD])}</s>", f"<s><|python_tag|>{json.dumps(ADD)}</s>"):
+        decoder, reader = IncrementalDecoder(tokenizer, CALL_MARKS), AnswerReader((), tools=TOOLS)
+        for token in tokenizer.encode(text, special=True):
+            assert not reader.add(decoder.add(token)).get("content", "").strip("καλ")
+        reader.add(decoder.rest())
+        assert called(reader.end()) == [ADD]

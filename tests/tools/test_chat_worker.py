@@ -23,7 +23,7 @@ from library.llm.tokenizer_files import load_tokenizer
 from library.models.llm.files import load_lm
 from library.training.tasks.chat_lora import put_lora_on
 from tests.llm.talkers import Talk, write_chat_model, write_lora, write_story_model
-from tools.chat_worker import LoadedModel
+from tools.chat_worker import LoadedModel, prompt_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingSettings(max_new_tokens=24, temperature=0)
@@ -107,6 +107,16 @@ def test_models_take_turns_in_memory_and_a_lora_that_does_not_fit_is_left_out(
                 loaded.use(str(models / model), str(loras / "first"), 1.0)
         assert answer(loaded, models / model)
         assert answer(loaded, chat, loras / "first") == with_lora
+
+
+def test_tools_that_the_model_would_not_see_are_refused(models: Path) -> None:
+    session = LoadedModel().use(str(models / "chat"), None, 1.0)
+    tools = [{"type": "function", "function": {"name": "get_weather"}}]
+    request = {"messages": [{"role": "user", "content": "hello"}], "tools": tools, "arguments": {}}
+    with pytest.raises(UserError, match="tools: .* does not write 'get_weather' into the prompt"):
+        prompt_of(session, request, 1)
+    system = {"role": "system", "content": f"You may call {tools}"}
+    assert prompt_of(session, request | {"messages": [system, *request["messages"]]}, 1)
 
 
 class Worker:

@@ -18,7 +18,7 @@ from library.models.llm.model import TransformerLM
 from library.models.llm.spec import gpt2, llama
 from tests.llm.test_tokenizers import TEXT, gpt2_bpe, llama3_file, sentencepiece_model
 from tests.runs import printed
-from tests.training.tasks.test_init_from import assert_is_whole, published  # noqa: F401
+from tests.training.tasks.test_chat_tuning import assert_is_whole, published  # noqa: F401
 from tools import extend_tokenizer
 
 WORDS = ["glimmerfish", "Straße", "fish", "zwei Wörter", "龍の", "a.b*c"]

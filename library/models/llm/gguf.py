@@ -1,4 +1,4 @@
-"""Language models in a GGUF file, as llama.cpp's converter writes them (``convert_hf_to_gguf.py``).
+"""Language models in a GGUF file, as llama.cpp's converter writes them (``convert_hf_to_gguf.py``): read and written.
 
 The file is the whole model: sizes are in its metadata (``llama.block_count``), weights have transformers' names here
 already (:mod:`library.gguf_header`), the tokenizer is read by :mod:`library.llm.tokenizer_files`. Three things lie
@@ -15,7 +15,8 @@ otherwise than in transformers' folders:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,19 @@ from torch import Tensor
 from library.errors import UserError
 from library.gguf_header import LANGUAGE_MODELS, read_gguf_metadata
 from library.models.llm.sources import Derived, DerivedWeights
-from library.models.llm.spec import KINDS, LMConfig, fourth_blocks
+from library.models.llm.spec import KINDS, NAMES, LMConfig, fourth_blocks
 from library.models.weights import KeyMap
 from library.nn.rope import LinearScaling, Llama31Scaling, RopeScaling, YarnScaling, half_split_order, rope_frequencies
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 
 _PAIRED = ("llama", "smollm3")  # whose q and k pair neighbours
+_Q_AND_K = ("q_proj", "k_proj")
 _DIVISORS = "rope_freqs.weight"
+_CONTEXT = 8192  # which the converter takes for the one that they are divided by
 _ORDERED = ".half_split"
-_ENDS = ("eos", "eot", "eom")
+_WIDTHS = ("attention.value_length", "rope.dimension_count")  # the width of a head once more
+GGUF_ENDS = ("eos", "eot", "eom")  # of tokenizer.ggml.*_token_id: what may end a text
 
 
 def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
@@ -61,42 +65,33 @@ def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
         if (found := value(key, wanted)) != wanted:
             raise UserError(f"{file}: {kind}.{key} = {found} is not supported, only {wanted}; use another model")
 
-    width, heads, layers = value("embedding_length"), value("attention.head_count"), value("block_count")
-    kv_heads = value("attention.head_count_kv", heads)
-    head_dim = value("attention.key_length", width // max(1, heads))
-    if not (width and heads and kv_heads and head_dim and layers):
+    heads = value("attention.head_count")
+    defaults = {"kv_heads": heads, "head_dim": value("embedding_length") // max(1, heads), "rope_theta": 10000.0}
+    sizes = {ours: value(key, defaults.get(ours)) for key, ours in NAMES["gguf"].items()}
+    head_dim = sizes["head_dim"]
+    if not all(sizes[name] for name in ("width", "heads", "kv_heads", "head_dim", "layers")):
         raise UserError(f"{file}: {kind}.embedding_length, attention.* or block_count is 0; download it again")
-    expect("attention.value_length", head_dim)
-    expect("rope.dimension_count", head_dim)
+    for key in _WIDTHS:
+        expect(key, head_dim)
     expect("expert_count", 0)
-    theta, context, attention = value("rope.freq_base", 10000.0), value("context_length"), "model.layers.0.self_attn"
+    attention = "model.layers.0.self_attn"
     fixed = dict(KINDS[kind].fixed)
-    fixed |= {"no_rope": fourth_blocks(layers)} if kind == "smollm3" else {}
+    fixed |= {"no_rope": fourth_blocks(sizes["layers"])} if kind == "smollm3" else {}
     if kind == "llama" and (window := value("attention.sliding_window", 0)):
         fixed |= {"kind": "mistral", "window": window}
-    tokens = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "padding", *_ENDS)}
+    tokens = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "padding", *GGUF_ENDS)}
     return LMConfig(
         **{
             "attention_bias": f"{attention}.q_proj.bias" in weights,
             "out_bias": f"{attention}.o_proj.bias" in weights,
             "mlp_bias": "model.layers.0.mlp.down_proj.bias" in weights,
             **fixed,
+            **sizes,
         },
         family="llama",
         vocab_size=weights.shape("model.embed_tokens.weight")[0],
-        context=context,
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        hidden=value("feed_forward_length"),
-        head_dim=head_dim,
-        norm_eps=value("attention.layer_norm_rms_epsilon"),
         tied="lm_head.weight" not in weights,
-        rope_theta=theta,
-        rope_scaling=_scaling(
-            file, kind, metadata.get(f"{kind}.rope.scaling.type"), value, weights, (head_dim, theta, context)
-        ),
+        rope_scaling=_scaling(file, kind, metadata.get(f"{kind}.rope.scaling.type"), value, weights, sizes),
         bos=tokens.pop("bos"),
         pad=tokens.pop("padding"),
         eos=tuple(dict.fromkeys(number for number in tokens.values() if number is not None)),
@@ -109,13 +104,13 @@ def _scaling(
     scaling: str | None,
     value: Callable[[str, Any], Any],
     weights: WeightFiles,
-    sizes: tuple[int, float, int],
+    sizes: Mapping[str, Any],
 ) -> RopeScaling | None:
-    head_dim, theta, context = sizes
+    original = value("rope.scaling.original_context_length", 0)
     if _DIVISORS in weights:
-        return _llama_scaling(file, weights.read([RowRange(_DIVISORS)]).double(), head_dim, theta)
+        divisors = weights.read([RowRange(_DIVISORS)]).double()
+        return _llama_scaling(file, divisors, sizes["head_dim"], sizes["rope_theta"], original or _CONTEXT)
     factor = value("rope.scaling.factor", 0.0) or value("rope.scale_linear", 0.0) or 1.0
-    original = value("rope.scaling.original_context_length", 0) or context
     match scaling or ("linear" if factor != 1 else "none"):
         case "none":
             return None
@@ -124,33 +119,85 @@ def _scaling(
         case "yarn":
             growth = (0.1 * math.log(factor) + 1.0) * (value("rope.scaling.attn_factor", 0.0) or 1.0)
             betas = value("rope.scaling.yarn_beta_fast", 0.0) or 32.0, value("rope.scaling.yarn_beta_slow", 0.0) or 1.0
-            return YarnScaling(factor, original, growth, *betas)
+            return YarnScaling(factor, original or sizes["context"], growth, *betas)
         case other:
             raise UserError(f"{file}: {kind}.rope.scaling.type = {other!r} is not supported; none, linear and yarn are")
 
 
-def _llama_scaling(file: Path, divisors: Tensor, head_dim: int, theta: float) -> Llama31Scaling | None:
+def _divisors(head_dim: int, theta: float, scaling: Llama31Scaling) -> Tensor:
+    return rope_frequencies(head_dim, theta) / rope_frequencies(head_dim, theta, scaling)
+
+
+def _llama_scaling(file: Path, divisors: Tensor, head_dim: int, theta: float, original: int) -> Llama31Scaling | None:
     """Return the scaling by which frequencies are divided by ``divisors`` [D/2], None where by 1.
 
-    The converter's factors 1 and 4 and context of 8192 are those of all published models; the slowest pair is divided
-    by the whole factor.
+    The converter's factors 1 and 4 and context of 8192 are those of all published models, another context is in the
+    metadata of our own files; the slowest pair is divided by the whole factor.
     """
-    scaling = Llama31Scaling(factor=float(divisors.max()))
-    plain = rope_frequencies(head_dim, theta)
-    made = plain / rope_frequencies(head_dim, theta, scaling)
+    scaling = Llama31Scaling(factor=float(divisors.max()), original_context=original)
+    made = _divisors(head_dim, theta, scaling)
     if divisors.shape != made.shape or not torch.allclose(divisors, made, rtol=1e-4):  # they are fp32
         raise UserError(
-            f"{file}: {_DIVISORS} is not made by Llama 3.1's scaling with factors 1 and 4 over 8192 positions; use the "
-            "transformers folder that the file was made of"
+            f"{file}: {_DIVISORS} is not made by Llama 3.1's scaling with factors 1 and 4 over {original} positions; "
+            "use the transformers folder that the file was made of"
         )
     return None if scaling.factor == 1 else scaling
+
+
+def gguf_metadata(config: LMConfig) -> dict[str, Any]:
+    """Return the metadata that :func:`gguf_config` reads, by key; the architecture is ``general.architecture``.
+
+    Raises:
+        UserError: another kind of model, or llama.cpp has no key for what ``config`` says.
+    """
+    kind = "llama" if config.kind == "mistral" else config.kind
+    if kind not in LANGUAGE_MODELS:
+        raise UserError(f"a {kind} is not written as GGUF, {', '.join(LANGUAGE_MODELS)} are; write a folder")
+    if config.no_rope != (fourth_blocks(config.layers) if kind == "smollm3" else ()):
+        raise UserError("no_rope_layers: GGUF has no key for them, every fourth is left out there; write a folder")
+    said = {key: getattr(config, ours) for key, ours in NAMES["gguf"].items()}
+    said |= {"rope.freq_base": float(config.rope_theta), "vocab_size": config.vocab_size}
+    said |= dict.fromkeys(_WIDTHS, config.head_dim)
+    said |= {"attention.sliding_window": config.window} if config.window else {}
+    scaling = config.rope_scaling
+    if isinstance(scaling, Llama31Scaling):
+        said["rope.scaling.original_context_length"] = scaling.original_context
+    elif scaling is not None:
+        said["rope.scaling.type"] = "linear" if isinstance(scaling, LinearScaling) else "yarn"
+        found = {key: getattr(scaling, ours, None) for key, ours in NAMES["gguf_scaling"].items()}
+        said |= {key: value for key, value in found.items() if value is not None}
+    if isinstance(scaling, YarnScaling):
+        if not scaling.truncate:
+            raise UserError("rope_scaling: GGUF has no key for truncate = false; write a folder")
+        said["rope.scaling.attn_factor"] = scaling.attention_factor / (0.1 * math.log(scaling.factor) + 1.0)
+    return {"general.architecture": kind, **{f"{kind}.{key}": value for key, value in said.items()}}
+
+
+def gguf_divisors(config: LMConfig) -> dict[str, Tensor]:
+    """Return the tensor [D/2] by which Llama 3.1's scaling divides frequencies, by its name, if that is the scaling."""
+    scaling = config.rope_scaling
+    if not isinstance(scaling, Llama31Scaling):
+        return {}
+    return {_DIVISORS: _divisors(config.head_dim, config.rope_theta, scaling).float()}
+
+
+def gguf_tensor(name: str, weight: Tensor, config: LMConfig) -> Tensor:
+    """Return ``weight``, which transformers calls ``name``, as it lies in a GGUF file: rows of q and k in pairs."""
+    if config.kind not in ("mistral", *_PAIRED) or not name.rpartition(".")[0].endswith(_Q_AND_K):
+        return weight
+    return _in_order(weight, half_split_order(config.head_dim).argsort())
+
+
+def _in_order(weight: Tensor, order: Tensor) -> Tensor:
+    """Return ``weight`` [heads * D, ...] with the rows of each head in ``order`` [D]."""
+    return weight.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 
 
 def gguf_weights(files: WeightFiles, config: LMConfig, key_map: KeyMap) -> tuple[WeightFiles, KeyMap]:
     """Return ``files`` with rows in the half-split order, and ``key_map`` of transformers' names with their ranges."""
     if files.metadata["general.architecture"] not in _PAIRED:
         return files, key_map
-    return in_half_split_order(files, config, key_map, ("q_proj", "k_proj"))
+    return in_half_split_order(files, config, key_map, _Q_AND_K)
 
 
 def in_half_split_order(
@@ -159,14 +206,11 @@ def in_half_split_order(
     """Return ``files`` and ``key_map`` with the rows of ``layers``, whose neighbours are pairs, in the other order."""
     order, derived = half_split_order(config.head_dim), dict[str, Derived]()
 
-    def ordered(weight: Tensor) -> Tensor:  # [heads * D, ...]
-        return weight.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
-
     def changed(rows: RowRange) -> RowRange:
         name = rows.source
         if name not in files or not name.rpartition(".")[0].endswith(layers):
             return rows
-        derived[f"{name}{_ORDERED}"] = Derived(files.shape(name), name, ordered)
+        derived[f"{name}{_ORDERED}"] = Derived(files.shape(name), name, partial(_in_order, order=order))
         return RowRange(f"{name}{_ORDERED}")
 
     found = {ours: [changed(rows) for rows in ranges] for ours, ranges in key_map.items()}

@@ -26,7 +26,7 @@ _MESSAGES = (
 )
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_UNUSED, _ON_HEAP = 1 << 28, 1 << 30  # bytes
+UNUSED, ON_HEAP = 1 << 28, 1 << 30  # bytes: glibc's trim and mmap thresholds in training
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -65,8 +65,8 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
         return
-    mallopt(_M_TRIM_THRESHOLD, _UNUSED)
-    mallopt(_M_MMAP_THRESHOLD, _ON_HEAP)
+    mallopt(_M_TRIM_THRESHOLD, UNUSED)
+    mallopt(_M_MMAP_THRESHOLD, ON_HEAP)
 
 
 def available_bytes(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from library.checksums import weights_fingerprint
-from library.config.chat_schema import ChatDataConfig, ChatSamplingConfig, ChatTrainConfig
+from library.config.chat_schema import ChatSamplingConfig, ChatTrainConfig, ConversationsConfig
 from library.config.markers import resume_keys
 from library.console import Console
 from library.data.batches import DataParallelRank
@@ -60,6 +60,7 @@ from library.training.report.progress import counting
 from library.training.run_inputs import ASPECTS, RunInputs, require_same
 from library.training.sampling.text import TextSampler
 from library.training.tasks.lora import LoraTask
+from library.training.tasks.task import Task
 from networks.files.adapters import load_adapter
 from networks.files.metadata import BASE_MODEL, weight_file
 from networks.network import AdapterNetwork, attach_lora
@@ -67,8 +68,8 @@ from networks.network import AdapterNetwork, attach_lora
 _USUAL_LENGTH = 2048  # of a window, where the model's context is longer
 
 
-class ChatLora(LoraTask):
-    """See the module's text.
+class ChatTask(Task):
+    """What training on chats has, of a LoRA or of all weights.
 
     Attributes:
         sizes: the model's.
@@ -79,11 +80,81 @@ class ChatLora(LoraTask):
     metric: ClassVar[str] = "loss_tokens"
     to_hold_out: ClassVar[str] = "set validation_data or validation_split"
 
-    plan: LoraPlan[ChatTrainConfig]
-    transformer: TransformerLM
     sizes: LMConfig
     template: ChatTemplate
     held_out: Sequence[ChatBatch] = ()
+
+    def _open_chats(self, chat: ConversationsConfig, tokenizer: Path) -> None:
+        """Read the template and the prompts of samples."""
+        arguments = template_arguments(chat.chat_template_args)
+        template = load_chat_template(chat.chat_template, load_tokenizer(tokenizer), tokenizer, arguments)
+        self.template = template
+        self.base_parts = {
+            "config": content_hash(repr(self.sizes).encode()),
+            "chat template": content_hash(repr((template.sources, template.names, template.arguments)).encode()),
+            "tokenizer": template.tokenizer.fingerprint(),
+        }
+        if self.raw_config.sampling.sample_prompts:
+            self.sampler = self._build_sampler(self.raw_config.sampling)
+
+    def _build_sampler(self, config: ChatSamplingConfig) -> TextSampler:
+        """Return what lets the model answer the prompts.
+
+        Raises:
+            UserError: a prompt and its answer do not fit the model's context.
+        """
+        template, context, system = self.template, self.sizes.context, self.raw_config.chat.system_prompt
+        first = [Message("system", system)] if system else []
+        tokens = [template.prompt_tokens([*first, Message("user", prompt)]) for prompt in config.sample_prompts]
+        if (longest := max(map(len, tokens))) + config.sample_tokens > context:
+            raise UserError(
+                f"sample_tokens: a prompt of {longest} tokens and {config.sample_tokens} more do not fit the model's "
+                f"context of {context}; lower it"
+            )
+        stop_tokens = (*template.tokenizer.stop_tokens, *template.ends, *self.sizes.eos)
+        return TextSampler(
+            config, tokens, template.tokenizer, stop_tokens, self.raw_config.training.seed,
+            self.names.folder / "samples", "step{:06d}.txt", lambda prompt, text: f"> {prompt}\n\n{text.strip()}",
+            self.accelerator, self.console,
+        )  # fmt: skip
+
+    def _read_chats(self, chat: ConversationsConfig, size: int, most_held_out: int) -> None:
+        """Read what is trained and validated on, in batches of ``size`` windows."""
+        seed = self.raw_config.training.seed
+        with agreed("reading the conversations"):
+            windows, held_out = prepare_chats(chat, self.template, self.sizes, seed, self.console, self.inputs)
+        require_same({}, self.inputs)
+        self.batches = ChatSampler(windows, size, seed, DataParallelRank.of(self.accelerator))
+        self.loader = DataLoader(
+            windows,  # type: ignore[arg-type]  # a list is a dataset
+            batch_sampler=self.batches,
+            collate_fn=collate_windows,
+            pin_memory=self.accelerator.device.type == "cuda",
+        )
+        self.held_out = batches_of_similar_length(held_out[:most_held_out], size)
+        self.validates = bool(self.held_out)
+
+    def loss(self, model: nn.Module, batch: Any, step: int) -> tuple[Tensor, Tensor]:
+        return token_mean_loss(model, batch.to(self.accelerator.device))
+
+    def validate(self, step: int) -> dict[str, float]:
+        (loss,) = self.engine.mean_over(lambda: self.held_out, self._held_out_loss)
+        return {"val_loss": loss}
+
+    def _held_out_loss(self, batch: Any) -> tuple[Tensor, Any]:
+        on_device = batch.to(self.accelerator.device)
+        count = (on_device.targets != IGNORED).sum()
+        return self.engine.models[0](on_device.tokens, on_device.targets).double() * count, count
+
+    def sample_names(self, batch: Any) -> list[str]:
+        return ["a batch of chats"]
+
+
+class ChatLora(ChatTask, LoraTask):
+    """See the module's text."""
+
+    plan: LoraPlan[ChatTrainConfig]
+    transformer: TransformerLM
 
     def open(self, state: str | None = None) -> None:
         self.state = state
@@ -111,56 +182,13 @@ class ChatLora(LoraTask):
         self.resume_keys = resume_keys(config)
         self._say_defaults()
         self._check_saved(weights)
-        tokenizer = Path(config.model.tokenizer or folder).expanduser()
-        arguments = template_arguments(config.chat.chat_template_args)
-        template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer, arguments)
-        self.template = template
-        self.base_parts = {
-            "config": content_hash(repr(self.sizes).encode()),
-            "chat template": content_hash(repr((template.sources, template.names, template.arguments)).encode()),
-            "tokenizer": template.tokenizer.fingerprint(),
-        }
-        if config.sampling.sample_prompts:
-            self.sampler = self._build_sampler(config.sampling)
-
-    def _build_sampler(self, config: ChatSamplingConfig) -> TextSampler:
-        """Return what lets the model answer the prompts.
-
-        Raises:
-            UserError: a prompt and its answer do not fit the model's context.
-        """
-        template, context, system = self.template, self.sizes.context, self.plan.config.chat.system_prompt
-        first = [Message("system", system)] if system else []
-        tokens = [template.prompt_tokens([*first, Message("user", prompt)]) for prompt in config.sample_prompts]
-        if (longest := max(map(len, tokens))) + config.sample_tokens > context:
-            raise UserError(
-                f"sample_tokens: a prompt of {longest} tokens and {config.sample_tokens} more do not fit the model's "
-                f"context of {context}; lower it"
-            )
-        stop_tokens = (*template.tokenizer.stop_tokens, *template.ends, *self.sizes.eos)
-        return TextSampler(
-            config, tokens, template.tokenizer, stop_tokens, self.plan.config.training.seed,
-            self.names.folder / "samples", "step{:06d}.txt", lambda prompt, text: f"> {prompt}\n\n{text.strip()}",
-            self.accelerator, self.console,
-        )  # fmt: skip
+        self._open_chats(config.chat, Path(config.model.tokenizer or folder).expanduser())
 
     def prepare(self) -> None:
-        config, training, chat = self.plan.config, self.plan.config.training, self.plan.config.chat
-        with agreed("reading the conversations"):
-            windows, held_out = prepare_chats(chat, self.template, self.sizes, training.seed, self.console, self.inputs)
-        require_same({}, self.inputs)
+        config, chat = self.plan.config, self.plan.config.chat
+        self._read_chats(chat, chat.train_batch_size, config.validation.max_validation_conversations)
         self.load_network()
-        size = chat.train_batch_size
-        self.batches = ChatSampler(windows, size, training.seed, DataParallelRank.of(self.accelerator))
-        self.loader = DataLoader(
-            windows,  # type: ignore[arg-type]  # a list is a dataset
-            batch_sampler=self.batches,
-            collate_fn=collate_windows,
-            pin_memory=self.accelerator.device.type == "cuda",
-        )
         self._wrap(config, "some" if chat.packing else "many")  # a batch is as long as its longest window
-        self.held_out = batches_of_similar_length(held_out[: config.validation.max_validation_conversations], size)
-        self.validates = bool(self.held_out)
         self.facts = lora_facts(config, self.started_at, self.total_steps)
         base = Path(config.model.pretrained_model_name_or_path)
         shown = base.name if base.is_absolute() or str(base).startswith("~") else str(base)
@@ -188,24 +216,9 @@ class ChatLora(LoraTask):
     def _parallel(self) -> ParallelSpec:
         return lm_parallel_spec(self.transformer, self.network)
 
-    def loss(self, model: nn.Module, batch: ChatBatch, step: int) -> tuple[Tensor, Tensor]:
-        return token_mean_loss(model, batch)
-
-    def validate(self, step: int) -> dict[str, float]:
-        (loss,) = self.engine.mean_over(lambda: self.held_out, self._held_out_loss)
-        return {"val_loss": loss}
-
-    def _held_out_loss(self, batch: ChatBatch) -> tuple[Tensor, Tensor]:
-        on_device = batch.to(self.accelerator.device)
-        count = (on_device.targets != IGNORED).sum()
-        return self.engine.models[0](on_device.tokens, on_device.targets).double() * count, count
-
-    def sample_names(self, batch: Any) -> list[str]:
-        return ["a batch of chats"]
-
 
 def prepare_chats(
-    config: ChatDataConfig, template: ChatTemplate, model: LMConfig, seed: int, console: Console, inputs: RunInputs
+    config: ConversationsConfig, template: ChatTemplate, model: LMConfig, seed: int, console: Console, inputs: RunInputs
 ) -> tuple[list[Window], list[Example]]:
     """Read, split, tokenise and pack the conversations, say what was read, and add it to ``inputs``.
 

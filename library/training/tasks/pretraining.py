@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from math import ceil, exp
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from accelerate import Accelerator
@@ -75,18 +75,20 @@ class Pretraining(Task):
         text_files, generation_config: what is saved beside the weights (``library.llm.conversion``).
         keeps_tokens: whether the corpus was made with the tokenizer of ``init_from``.
         context: tokens of a window.
-        held_out: the corpus's documents to validate on.
+        held_out_shards: the corpus's documents to validate on.
     """
 
     verifies: ClassVar[bool] = False
     trained: ClassVar[str] = "model"
     to_hold_out: ClassVar[str] = "prepare the corpus with a larger --validation_share"
     epoch_unit: ClassVar[str] = "windows"
+    unit: ClassVar[str] = "window"
+    lengths: Literal["one", "some", "many"] = "one"  # that batches have
     from_val_loss: ClassVar = {"perplexity": perplexity}
 
     plan: PretrainPlan
     transformer: TransformerLM
-    batches: TokenBatches
+    batches: Any
     generation_config: Mapping[str, Any] = {}
     keeps_tokens: bool = False
 
@@ -107,15 +109,22 @@ class Pretraining(Task):
         return build_accelerator(config.accelerate, training, config.saving, config.logging, config.parallel)
 
     def open(self, state: str | None = None) -> None:
-        self.state = state
-        self.shards = TokenShards(self.plan.config.data.data_dir, "train")
-        self.tokenizer = load_tokenizer(self.plan.config.data.data_dir)
+        self.state, config = state, self.plan.config
+        self.corpus = Path(config.data.data_dir or "")
+        self.shards = TokenShards(self.corpus, "train")
+        self.tokenizer = load_tokenizer(self.corpus)
         self._read_published()
-        self.resume_keys = resume_keys(self.plan.config) | {TOKENIZER: self.tokenizer.fingerprint()}
+        self.resume_keys = resume_keys(config) | {TOKENIZER: self.tokenizer.fingerprint()}
+        if prompts := config.sampling.sample_prompts:
+            self.sampler = TextSampler(
+                config.sampling, [self.tokenizer.encode_prompt(prompt) for prompt in prompts],
+                self.tokenizer, self.tokenizer.stop_tokens, config.training.seed,
+                self.names.folder / "samples", "{:08d}.txt", str.__add__, self.accelerator, self.console,
+            )  # fmt: skip
 
     def _read_published(self) -> None:
         """Read what is saved beside the weights: what was published with ``init_from``, if the corpus is its tokens."""
-        source, given = Path(self.plan.config.data.data_dir), self.plan.config.model.init_from
+        source, given = self.corpus, self.plan.config.model.init_from
         if given is not None:
             folder = find_model(given, "init_from", is_pipeline=False)
             with suppress(UserError):  # it has no tokenizer, or one that is not read
@@ -128,71 +137,69 @@ class Pretraining(Task):
         self.text_files = read_text_files(source)
 
     def prepare(self) -> None:
-        config, training, accelerator = self.plan.config, self.plan.config.training, self.accelerator
-        self.transformer = model = build_model(config, self.shards.vocab_size, self._loaded_to())
-        own = model.config if self.keeps_tokens else replace(model.config, bos=None, eos=(), pad=None)
-        ends = [] if self.tokenizer.eos is None else [self.tokenizer.eos]
-        model.config = with_ends(own, self.tokenizer, ends)
-        self._plan_batches(config.model.context or model.config.context)
-        self._find_held_out()
-        self.console.print(
-            f"{sum(p.numel() for p in model.parameters()):,} parameters, {self.shards.tokens:,} tokens to train on"
-        )
-        windows, in_step = self.batches.windows, self.batches.windows_in_step
-        epochs = self.total_steps / ceil(windows / in_step)
-        steps = describe_steps(windows, self.batches.dp_rank, in_step, "window")
-        self.console.print(f"{in_step * self.context:,} tokens a step, {epochs:.2f} epochs; {steps}", soft_wrap=True)
+        config, training, optimizing = self.plan.config, self.plan.config.training, self.plan.optimizer
+        self.transformer = model = self._load_model()
+        in_step = self._plan_batches()
+        per_epoch = self.batches.batches_per_epoch()
+        start = start_position(self.state, per_epoch)
+        self.total_steps, self.total_epochs = run_length(training, per_epoch, in_step, start)
+        epochs = self.total_steps / ceil(per_epoch / in_step)
+        steps = describe_steps(per_epoch, self.batches.dp_rank, in_step, self.unit)
+        self.console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters are trained")
+        self.console.print(f"{epochs:.2f} epochs; {steps}", soft_wrap=True)
 
-        optimizer = build_pretraining_optimizer(config.optimizer, model, training.full_bf16, training.seed)
-        lr_schedule = build_schedule(self.plan.optimizer, optimizer, self.total_steps)
-        warmup = resolve_steps(self.plan.optimizer.lr_warmup_steps, self.total_steps)
-        self.flops_per_token, self.peak_flops = flops_per_token(model, self.context), peak_flops(accelerator.device)
-        spec, start = lm_parallel_spec(model), start_position(self.state, windows)
-        self._compile(config, spec, self.total_steps - start.step, "one")
+        optimizer = build_pretraining_optimizer(optimizing, model, training.full_bf16, training.seed)
+        lr_schedule = build_schedule(optimizing, optimizer, self.total_steps)
+        warmup = resolve_steps(optimizing.lr_warmup_steps, self.total_steps)
+        spec = lm_parallel_spec(model)
+        self._compile(config, spec, self.total_steps - start.step, self.lengths)
         self.engine.prepare(
             config.parallel,
             spec,
             optimizer,
             lr_schedule,
             lambda: list(local_parameters(model).values()),
-            max_grad_norm=config.optimizer.max_grad_norm,
-            clips_from=0 if config.optimizer.clip_during_warmup else warmup,
+            max_grad_norm=optimizing.max_grad_norm,
+            clips_from=0 if optimizing.clip_during_warmup else warmup,
             ema_decay=config.saving.ema_decay,
         )
-        if prompts := config.sampling.sample_prompts:
-            self.sampler = TextSampler(
-                config.sampling, [self.tokenizer.encode_prompt(prompt) for prompt in prompts],
-                self.tokenizer, self.tokenizer.stop_tokens, training.seed,
-                self.names.folder / "samples", "{:08d}.txt", str.__add__, accelerator, self.console,
-            )  # fmt: skip
 
-    def _plan_batches(self, context: int) -> None:
-        """Decide which windows a batch has, how many batches a step, and how many steps there are."""
-        data, training, accelerator = self.plan.config.data, self.plan.config.training, self.accelerator
-        self.context, self.throughput = context, ("tokens_per_s", context)
+    def _load_model(self) -> TransformerLM:
+        model = build_model(self.plan.config, self.shards.vocab_size, self._loaded_to())
+        own = model.config if self.keeps_tokens else replace(model.config, bos=None, eos=(), pad=None)
+        ends = [] if self.tokenizer.eos is None else [self.tokenizer.eos]
+        model.config = with_ends(own, self.tokenizer, ends)
+        return model
+
+    def _plan_batches(self) -> int:
+        """Decide what is trained and validated on; return how many windows, or batches, an optimizer step has."""
+        data, accelerator, model = self.plan.config.data, self.accelerator, self.transformer
+        self.context = context = self.plan.config.model.context or model.config.context
+        self.throughput = ("tokens_per_s", context)
+        self.flops_per_token, self.peak_flops = flops_per_token(model, context), peak_flops(accelerator.device)
         accelerator.gradient_accumulation_steps = accumulation_for(data, context, dp_rank_and_size(accelerator)[1])
         dp_rank, on_gpu = DataParallelRank.of(accelerator), accelerator.device.type == "cuda"
         self.batches = self.loader = TokenBatches(
-            self.shards, context, data.train_batch_size, training.seed, dp_rank, pinned=on_gpu
+            self.shards, context, data.train_batch_size, self.plan.config.training.seed, dp_rank, pinned=on_gpu
         )
-        windows, in_step = self.batches.windows, self.batches.windows_in_step
-        self.total_steps, self.total_epochs = run_length(
-            training, windows, in_step, start_position(self.state, windows)
-        )
+        self._find_held_out()
+        in_step = self.batches.windows_in_step
+        self.console.print(f"{self.shards.tokens:,} tokens to train on, {in_step * context:,} tokens a step")
+        return in_step
 
     def _find_held_out(self) -> None:
         """Find what to validate on; nothing where the corpus holds nothing out and nothing asks for it."""
-        config, data = self.plan.config.validation, self.plan.config.data
+        config = self.plan.config.validation
         is_wanted = bool(config.validate_every_n_steps or config.validate_every_n_epochs)
-        shards = TokenShards(data.data_dir, "validation")
+        shards = TokenShards(self.corpus, "validation")
         self.validates, self.validates_first = shards.tokens > self.context, is_wanted
         if is_wanted and not self.validates:
             key = "validate_every_n_steps" if config.validate_every_n_steps else "validate_every_n_epochs"
             raise UserError(
-                f"{key}: {data.data_dir} holds {shards.tokens} tokens out, less than a window; "
+                f"{key}: {self.corpus} holds {shards.tokens} tokens out, less than a window; "
                 "prepare it with a larger --validation_share, or remove the key"
             )
-        self.held_out = shards
+        self.held_out_shards = shards
 
     def loss(self, model: nn.Module, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
         tokens = batch.to(self.accelerator.device, non_blocking=True)  # [B, context + 1]
@@ -210,7 +217,7 @@ class Pretraining(Task):
 
     def validate(self, step: int) -> dict[str, float]:
         size, most = self.plan.config.data.train_batch_size, self.plan.config.validation.validation_tokens
-        batches = partial(held_out_batches, self.held_out, self.context, size, most)
+        batches = partial(held_out_batches, self.held_out_shards, self.context, size, most)
         (loss,) = self.engine.mean_over(batches, self._held_out_loss)
         return {"val_loss": loss}
 
@@ -329,10 +336,10 @@ def build_pretraining_optimizer(config: LLMOptimizerConfig, model: nn.Module, fu
     Raises:
         UserError: as ``library.training.optim.factory.build_optimizer``.
     """
-    shared, is_muon = config.with_defaults(), config.optimizer_type.lower() == "muon"
+    is_muon = config.optimizer_type.lower() == "muon"
     groups = parameter_groups(model, config.weight_decay, is_muon)
     if not is_muon:
-        return build_optimizer(shared, groups, full_bf16, seed)
+        return build_optimizer(config, groups, full_bf16, seed)
     return MuonWithAdamW(groups, lr=config.learning_rate, **parse_optimizer_args(config.optimizer_args))
 
 
