@@ -29,7 +29,7 @@ from library.randomness import generator
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear, init_pissa, join
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
-from networks.adapters.tokens import TiedHead, TokenRows, token_layers
+from networks.adapters.tokens import TiedHead, TokenRows
 from networks.files.adapters import load_trainable
 from networks.files.layouts import LAYOUTS
 from networks.files.metadata import AlphaTable
@@ -259,8 +259,7 @@ def inject_adapter(
             init_pissa(layer, name, draws)
     if tokens := options.trainable_token_indices:
         names = ["embedding"] if model.config.tied else ["embedding", "lm_head"]  # type: ignore[union-attr]
-        found = token_layers(model, dict.fromkeys(names, tokens), dtype, "network_args: trainable_token_indices")
-        layers |= {targets.name_of(name): layer for name, layer in found.items()}
+        layers |= {targets.name_of(name): TokenRows(model.get_submodule(name), tokens, dtype) for name in names}
     _swap_in(model, layers, targets)
     return AdapterNetwork(layers, targets, options, counts)
 
@@ -285,8 +284,7 @@ def attach_lora(
     layers: dict[str, AdapterLinear] = {}
     for name, w in weights.items():
         if name in tokens:
-            path = targets.path_in_model(name)
-            layers[name] = token_layers(model, {path: tokens[name]}, dtype, source)[path]
+            layers[name] = TokenRows(model.get_submodule(targets.path_in_model(name)), tokens[name], dtype)
             continue
         if w.kind not in ("lora", "dora"):
             raise UserError(f"{source}: is a {w.title}, which only a merge puts into a model; give a LoRA or DoRA")

@@ -205,6 +205,8 @@ def _check(tokenizer: HuggingFaceTokenizer, added: NewTokens) -> None:
     known = [token.content for token in tokenizer.inner.get_added_tokens_decoder().values()]
     together = "\n".join(known)
     for token, number in added.numbers.items():
+        if tokenizer.inner.token_to_id(token) != number:
+            raise UserError(f"{token!r}: would take the number of another token, as the tokenizer's numbers have gaps")
         if number not in (found := tokenizer.encode(token, special=True)):
             raise UserError(f"{token!r}: {tokenizer.decode(found[:1])!r} is found in it first; leave it out")
         if together.count(token) > 1:

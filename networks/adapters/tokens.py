@@ -8,8 +8,7 @@ R [n, W] takes the place of W's rows, which are never written to. A tied head ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from library.errors import UserError
 from library.nn.frozen_linear import LinearWrapper
-from networks.adapters.base import AdapterLinear, base_weight, device_of
+from networks.adapters.base import AdapterLinear, base_weight
 from networks.files.weights import AdapterWeights, TokenRowWeights
 
 
@@ -36,8 +35,13 @@ class TokenRows(AdapterLinear):
     def __init__(self, base: nn.Module, tokens: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__(base, len(tokens), len(tokens))
         self.multiplier = 1.0
-        self.register_buffer("token_indices", torch.tensor(tokens, device=device_of(base)), persistent=False)
         weight = base.weight.detach() if isinstance(base, nn.Embedding | nn.Linear) else base_weight(base)
+        if tokens[-1] >= len(weight):
+            raise UserError(
+                f"trainable_token_indices: the model has {len(weight)} tokens, no token {tokens[-1]}; add tokens with "
+                "tools/extend_tokenizer.py"
+            )
+        self.register_buffer("token_indices", torch.tensor(tokens, device=weight.device), persistent=False)
         self._before = weight[self.token_indices].float()
         self.token_rows = nn.Parameter(self._before.to(dtype, copy=True))
 
@@ -87,24 +91,3 @@ class TiedHead(LinearWrapper):
         """Map ``x`` [..., W] to logits [..., V]."""
         out, (embedding,) = self.base(x), self._embedding
         return out if embedding.bypassed else embedding.changed_logits(out, x)
-
-
-def token_layers(
-    model: nn.Module, tokens: Mapping[str, Sequence[int]], dtype: torch.dtype, source: str
-) -> dict[str, TokenRows]:
-    """Return layers with trained rows, not in the model yet, by the names of ``tokens``.
-
-    Args:
-        model: a language model.
-        tokens: "embedding", "lm_head" -> the tokens in ascending order.
-        dtype: of the trained rows.
-        source: for messages.
-    """
-    rows: Any = model.config.vocab_size  # type: ignore[union-attr]
-    for numbers in tokens.values():
-        if numbers[-1] >= rows:
-            raise UserError(
-                f"{source}: the model has {rows} tokens, no token {numbers[-1]}; add tokens with "
-                "tools/extend_tokenizer.py"
-            )
-    return {name: TokenRows(model.get_submodule(name), numbers, dtype) for name, numbers in tokens.items()}
