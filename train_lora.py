@@ -41,10 +41,12 @@ def train(config: TrainConfig | ChatTrainConfig) -> Run:
     """
     from library.training.tasks.chat_lora import ChatLora
     from library.training.tasks.image_lora import ImageLora
+    from library.training.tasks.preference_lora import PreferenceLora
     from library.training.trainer import train as train_task
 
-    task = ChatLora(config) if isinstance(config, ChatTrainConfig) else ImageLora(config)
-    return train_task(task)
+    if not isinstance(config, ChatTrainConfig):
+        return train_task(ImageLora(config))
+    return train_task(PreferenceLora(config) if config.chat.train_on == "preferences" else ChatLora(config))
 
 
 if __name__ == "__main__":

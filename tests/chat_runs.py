@@ -30,6 +30,8 @@ def write_place(place: Path) -> Path:
         for i, answer in enumerate(ANSWERS)
     ]
     (place / "data.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    pairs = [{"prompt": f"say {i}", "chosen": said, "rejected": ANSWERS[i - 1]} for i, said in enumerate(ANSWERS)]
+    (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)) + "\n")
     tokenizer = train_bpe([f"User: say {i}\nAssistant: {answer}" for i, answer in enumerate(ANSWERS)] * 3, 290)
     size = tokenizer.vocab_size
     torch.manual_seed(0)
@@ -60,6 +62,11 @@ def flags(place: Path, output: Path, model_type: str = "llama", **settings: obje
         "overwrite": True,
     }
     return flags_of(values | settings)
+
+
+def preferring(place: Path) -> dict[str, object]:
+    """Return the settings of a run on pairs."""
+    return {"train_data": [place / "pairs.jsonl"], "train_on": "preferences"}
 
 
 def run(place: Path, output: Path, model_type: str = "llama", **settings: object) -> Run:

@@ -27,6 +27,8 @@ from library.config.schema import (
 )
 
 _TALKS = OnlyWith(train_data=True)
+_PAIRS = OnlyWith(train_on=("preferences",))
+_ALONE = OnlyWith(", whose pairs stay side by side", train_on=("assistant", "all"))
 _DRAWN = OnlyWith(", which is 0 (greedy)", sample_temperature=True)
 HELD_OUT = OnlyWith(any_of=True, validation_data=True, validation_split=True)
 
@@ -76,7 +78,7 @@ class ConversationsConfig(Section):
     max_length: Annotated[Size | None, MUST_MATCH, _TALKS] = Field(
         None, description="tokens of a window; longer conversations are truncated; default: the context, at most 2048"
     )
-    packing: Annotated[bool, MUST_MATCH, _TALKS] = Field(
+    packing: Annotated[bool, MUST_MATCH, _TALKS, _ALONE] = Field(
         False, description="pack several conversations into a window; none attends to another"
     )
 
@@ -85,8 +87,18 @@ class ChatDataConfig(ConversationsConfig):
     """The conversations, and how they are trained on."""
 
     train_data: list[str] = Field(min_length=1, description=_TRAIN_DATA)
+    train_on: Annotated[Literal["assistant", "all", "preferences"], MUST_MATCH] = Field(  # type: ignore[assignment]
+        "assistant",
+        description="tokens the loss counts: the assistant's, or all; preferences: DPO on chosen and rejected answers",
+    )
+    dpo_beta: Annotated[float, Field(gt=0), MUST_MATCH, _PAIRS] = Field(
+        0.1, description="DPO's beta: the higher, the nearer the model stays to its base"
+    )
+    dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5), MUST_MATCH, _PAIRS] = Field(
+        0.0, description="share of pairs taken to be labelled the wrong way round"
+    )
     train_batch_size: Annotated[Batch, MUST_MATCH] = Field(
-        1, description="windows in a forward pass: conversations, or packs of them"
+        1, description="windows in a forward pass: conversations, packs of them, or pairs"
     )
 
 

@@ -47,6 +47,11 @@ def family_defaults(model_type: str) -> dict[str, Any]:
     return {key: value for key, (value, _) in presets(model_type).items()}
 
 
+def preset_group(model_type: str, train_on: object = None) -> str:
+    """Return the group of ``presets.toml`` that a training follows: preferences take a lower rate than texts."""
+    return "preferences" if train_on == "preferences" else model_type
+
+
 def settled(section: BaseModel, model_type: str = "flux", kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return option -> value of those of a section that are the family's to say and that nobody set.
 
@@ -68,10 +73,11 @@ def settle(config: BaseModel, kept: Mapping[str, Any] | None = None) -> None:
 
     They stay unset: the configuration for another family, made of what was set, gets the defaults of that.
     """
-    model_type = config.model.model_type  # type: ignore[attr-defined]
+    train_on = getattr(getattr(config, "chat", None), "train_on", None)
+    group = preset_group(config.model.model_type, train_on)  # type: ignore[attr-defined]
     for name in type(config).model_fields:
         section = getattr(config, name)
-        if found := settled(section, model_type, kept):
+        if found := settled(section, group, kept):
             config.__dict__[name] = section.model_copy()
             config.__dict__[name].__dict__.update(found)
 

@@ -236,11 +236,14 @@ LORA_MATRIX = (
         lambda s: MODEL_TYPES[s.model_type].texts_differ_in_length,
         ", ".join(name for name, row in MODEL_TYPES.items() if row.texts_differ_in_length),
     ),
-    Row(
-        "preserve",
-        {"pp": "asks the model twice in a step, stages are passed once; set shard or tp, or pp = 1"},
-        lambda s: s.preserve == "prior",
-        '"prior"',
+    *(
+        Row(
+            key,
+            {"pp": "asks the model twice in a step, stages are passed once; set shard or tp, or pp = 1"},
+            lambda s, key=key, value=value: s.values[key] == value,  # type: ignore[misc]
+            f'"{value}"',
+        )
+        for key, value in (("preserve", "prior"), ("train_on", "preferences"))
     ),
     Row(
         "device_map",

@@ -53,7 +53,7 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "ipython", "function_response"), "tool"),
 }
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("query", "response"))
-_LISTS = ("messages", "conversations", "conversation")
+LISTS = ("messages", "conversations", "conversation")
 _ALPACA = ("instruction", "input", "output", "history")
 _MORE = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")  # templates read these
 _MESSAGE = ("role", "from", "content", "value", "weight", "train", "function_call", *_MORE)
@@ -73,6 +73,7 @@ class Chat:
         where: "file:line", for messages.
         unread: keys that hold something and that nothing reads, a message's after "message: ".
         tools: JSON schemas of the functions that may be called.
+        rejected: of a pair (``library.llm.preferences``), the same chat with the answer that is not preferred.
     """
 
     messages: tuple[Message, ...]
@@ -80,13 +81,14 @@ class Chat:
     where: str
     unread: tuple[str, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    rejected: Chat | None = None
 
 
-def read_chats(paths: Sequence[str | Path]) -> list[Chat]:
-    """Return the chats in files, or in all files of folders, in order."""
+def read_chats(paths: Sequence[str | Path], parse: Callable[[Any, str], Chat] | None = None) -> list[Chat]:
+    """Return the chats in files, or in all files of folders, in order; ``parse`` is :func:`parse_chat` by default."""
     chats: list[Chat] = []
     for file in named_files(paths, SUFFIXES, _files_inside):
-        chats += [parse_chat(record, where) for where, record in _records(file)]
+        chats += [(parse or parse_chat)(record, where) for where, record in _records(file)]
     if not chats:
         raise UserError(f"{paths[0]}: holds no chat; name a file with some")
     return chats
@@ -97,18 +99,21 @@ def parse_chat(record: Any, where: str) -> Chat:
     if not isinstance(record, Mapping):
         raise UserError(f"{where}: is no object with keys; a record has {_SHAPES}")
     pairs = [pair for pair in _PAIRS if all(key in record for key in pair)]
-    listed = next((key for key in _LISTS if isinstance(record.get(key), list | tuple)), None)
+    listed = next((key for key in LISTS if isinstance(record.get(key), list | tuple)), None)
+    answered = listed and first_role(record[listed][-1:]) == "assistant"
+    if record.get("chosen") and record.get("rejected") and not answered:
+        raise UserError(f'{where}: has a chosen and a rejected answer; set train_on = "preferences" to learn from them')
     if listed is not None:
         turns, read = list(record[listed]), [listed]
     elif "instruction" in record and "output" in record:
-        turns, read = _alpaca(record, where), [*_ALPACA]
+        turns, read = alpaca_turns(record, where), [*_ALPACA]
     elif pairs:
         read = [*pairs[0]]
-        turns = [*_as_turns(record[read[0]], "user"), *_as_turns(record[read[1]], "assistant")]
+        turns = [*as_turns(record[read[0]], "user"), *as_turns(record[read[1]], "assistant")]
     else:
         keys = ", ".join(map(str, record)) or "no keys"
         raise UserError(f"{where}: has {keys}, which is no known shape; a record has {_SHAPES}")
-    if isinstance(record.get("system"), str) and record["system"] and not _begins_with_system(turns):
+    if isinstance(record.get("system"), str) and record["system"] and first_role(turns) != "system":
         turns, read = [{"role": "system", "content": record["system"]}, *turns], [*read, "system"]
     tools, read = read_tools(record, where), [*read, *_TOOLS]
     messages = [read_message(turn, where) for turn in turns]
@@ -123,12 +128,13 @@ def parse_chat(record: Any, where: str) -> Chat:
 def note_unread(chats: Sequence[Chat]) -> list[str]:
     """Return a note on the keys of records and messages that nothing reads, if there are any."""
     counts = Counter(key for chat in chats for key in chat.unread)
-    known = (*_LISTS, *_ALPACA, *_TOOLS, "system", *chain(*_PAIRS), *(f"message: {key}" for key in _MESSAGE))
+    known = (*LISTS, *_ALPACA, *_TOOLS, "system", *chain(*_PAIRS), *(f"message: {key}" for key in _MESSAGE))
     said = [f"{key!r} ({n} of {len(chats)}){did_you_mean(key, known)}" for key, n in counts.items()]
     return [f"note: keys that are not trained on: {names_in_short(said, 20)}"] if said else []
 
 
-def _alpaca(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def alpaca_turns(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return the messages of an Alpaca record, ``output`` last."""
     turns: list[dict[str, Any]] = []
     for pair in record.get("history") or ():
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -141,12 +147,17 @@ def _alpaca(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return [*turns, {"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
 
 
-def _as_turns(value: Any, role: str) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [{"role": role, "content": value}]
+def as_turns(value: Any, role: str) -> list[Any]:
+    """Return messages: a list as it is, one alone, or a text as one of ``role``."""
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value if isinstance(value, Mapping) else {"role": role, "content": value}]
 
 
-def _begins_with_system(turns: Sequence[Any]) -> bool:
-    return bool(turns) and isinstance(turns[0], Mapping) and turns[0].get("role", turns[0].get("from")) == "system"
+def first_role(turns: Sequence[Any]) -> str | None:
+    """Return the role of the first message; None if it has none that is known."""
+    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
+    return _ROLES.get(str(first.get("role", first.get("from"))).lower())
 
 
 def unread_keys(turn: Mapping[str, Any]) -> list[str]:
@@ -260,16 +271,16 @@ Window = tuple[Example, ...]
 
 @dataclass(frozen=True)
 class TokenisedChats:
-    """Examples, and what was lost.
+    """Windows of one example each, of pairs of two, and what was lost.
 
     Attributes:
-        examples: at least one of each chat, unless it has no answer before the cut.
+        windows: at least one of each chat, unless it has no answer before the cut.
         cut: how many lost their end.
         dropped: how many have no answer before that.
         left_out: what the template leaves out, and of how many chats.
     """
 
-    examples: list[Example]
+    windows: list[Window]
     cut: int
     dropped: int
     left_out: Counter[str]
@@ -295,22 +306,28 @@ def tokenise_chats(
     cut = dropped = 0
     for chat in chats:
         progress(1)
+        sides = [chat] if chat.rejected is None else [chat, chat.rejected]
         try:
-            encoded = encode_chat(template, chat.messages, chat.trained, chat.tools, train_on_all)
+            encoded = [encode_chat(template, one.messages, one.trained, one.tools, train_on_all) for one in sides]
         except UserError as error:
             raise UserError(f"{chat.where}: {error}") from None
-        made.left_out.update(encoded.notes)
-        for tokens, is_target in encoded.examples:
-            cut += len(tokens) > max_length + 1
-            row = torch.tensor(tokens[: max_length + 1], dtype=torch.int64)
-            counts = torch.tensor(is_target[1 : max_length + 1], dtype=torch.bool)
-            if counts.any():
-                made.examples.append(Example(row[:-1], row[1:].where(counts, IGNORED)))
+        made.left_out.update({note for one in encoded for note in one.notes})
+        last = slice(0 if chat.rejected is None else -1, None)
+        for rows in zip(*(one.examples[last] for one in encoded), strict=True):
+            cut += max(len(tokens) for tokens, _ in rows) > max_length + 1
+            window = tuple(_example(tokens[: max_length + 1], is_target) for tokens, is_target in rows)
+            if all(example.target_count for example in window):
+                made.windows.append(window)
             else:
                 dropped += 1
-    if not made.examples:
+    if not made.windows:
         raise UserError(f"max_length: no answer begins within {max_length} tokens; raise it")
     return replace(made, cut=cut, dropped=dropped)
+
+
+def _example(tokens: Sequence[int], is_target: Sequence[bool]) -> Example:
+    row, counts = torch.tensor(tokens, dtype=torch.int64), torch.tensor(is_target[1 : len(tokens)], dtype=torch.bool)
+    return Example(row[:-1], row[1:].where(counts, IGNORED))
 
 
 def pack_examples(examples: Sequence[Example], max_length: int) -> list[Window]:
@@ -383,7 +400,9 @@ def target_count(windows: Iterable[Window]) -> int:
 
 
 class ChatSampler(PlannedBatchSampler):
-    """Batch sampler over windows: yields lists of their numbers."""
+    """Batch sampler over windows: yields lists of their numbers; ``collate`` makes a batch of the windows."""
+
+    collate = staticmethod(collate_windows)
 
     def __init__(self, windows: Sequence[Window], batch_size: int, seed: int, dp_rank: DataParallelRank = ALL) -> None:
         super().__init__(dp_rank)
@@ -404,3 +423,17 @@ class ChatSampler(PlannedBatchSampler):
             part = sorted(order[start : start + pool], key=lambda index: -self._lengths[index])
             plan += [part[i : i + self._size] for i in range(0, len(part), self._size)]
         return [plan[i] for i in torch.randperm(len(plan), generator=draws).tolist()]
+
+
+class PairSampler(ChatSampler):
+    """The same over pairs (``library.llm.preferences``): each counts the same, however long its answers are."""
+
+    @staticmethod
+    def collate(windows: Sequence[Window]) -> ChatBatch:
+        """Return pairs of one batch, stacked: ``tokens`` and ``targets`` are [B, 2, S], the chosen answer first."""
+        rows = collate_windows([(example,) for pair in windows for example in pair])
+        return rows.map_tensors(lambda tensor: tensor.unflatten(0, (-1, 2)))
+
+    def weight(self, batch: Sequence[int]) -> int:
+        """Return the number of a batch's pairs."""
+        return len(batch)

@@ -31,43 +31,48 @@ _LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # held at once: 16 MiB in fp32, whi
 IGNORED = -100
 
 
-def token_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, vocab_size: int) -> Tensor:
-    """Return the mean cross-entropy over targets that are not ``IGNORED``, fp32 [].
+def token_cross_entropy(
+    hidden: Tensor, head: nn.Module, targets: Tensor, vocab_size: int, by_row: bool = False
+) -> Tensor:
+    """Return the mean cross-entropy over targets that are not ``IGNORED``, fp32 []; ``by_row`` each row's sum, [B].
 
     Args:
         hidden: [B, S, W], what the head reads.
         head: a linear layer [rows, W] without bias.
         targets: [B, S] int64, below ``vocab_size``.
         vocab_size: rows of the head that are tokens; padding rows behind them get no probability.
+        by_row: return minus the log-probability of each row's targets together, as losses on whole answers need.
     """
     head = getattr(head, "_orig_mod", head)  # accelerate compiles it by itself; so it would give the logits as a whole
-    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    count = (wanted != IGNORED).sum().clamp_min(1)
+    if by_row:
+        return torch.stack([_summed(*row, head, vocab_size) for row in zip(hidden, targets, strict=True)])
+    total = _summed(hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), head, vocab_size)
+    return total / (targets != IGNORED).sum().clamp_min(1)
+
+
+def _summed(rows: Tensor, wanted: Tensor, head: nn.Module, vocab_size: int) -> Tensor:
+    """Return the sum of the cross-entropies of ``rows`` [n, W] and what is ``wanted`` [n]."""
     trained = rows.requires_grad or any(parameter.requires_grad for parameter in head.parameters())
     if torch.is_grad_enabled() and trained:
         if type(head) is nn.Linear and not torch.compiler.is_compiling():
-            inputs = _in_autocast_dtype(rows, head.weight)
-            with torch.autocast(rows.device.type, enabled=False):
-                return _Loss.apply(*inputs, wanted, vocab_size, getattr(head, "split", None)) / count
+            device = rows.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
+            inputs = rows.to(dtype), head.weight.to(dtype)
+            with torch.autocast(device, enabled=False):
+                return _Loss.apply(*inputs, wanted, vocab_size, getattr(head, "split", None))
         if torch.compiler.is_compiling():
-            return _part_loss(head, rows, wanted, vocab_size) / count
+            return _part_loss(head, rows, wanted, vocab_size)
     total = rows.new_zeros((), dtype=torch.float32)
     for part, part_wanted in _chunks(vocab_size, rows, wanted):  # made again in backward
         total = total + checkpoint(
             _part_loss, head, part, part_wanted, vocab_size, use_reentrant=False, preserve_rng_state=False
         )
-    return total / count
+    return total
 
 
 def _part_loss(head: nn.Module, rows: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     logits = head(rows)[:, :vocab_size].float()
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-
-
-def _in_autocast_dtype(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    device = rows.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
-    return rows.to(dtype), weight.to(dtype)
 
 
 def _chunks(vocab_size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 
 from library.config import published_models as hub
 from library.config.edit import NAME, edited, lacks, option, read, shown
-from library.config.family_defaults import FAMILY, settled, tables
+from library.config.family_defaults import FAMILY, preset_group, settled, tables
 from library.config.kinds import hub_instead_of_missing, kind_of
 from library.config.kohya.command import paths_read
 from library.config.kohya.translate import summary
@@ -131,10 +131,10 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
 
 def _of_family(values: Values, script: Script[Any]) -> dict[str, str]:
     """Return what the options that are the family's to say are for the chosen model, where they are unset."""
-    model_type, found = str(values.get("model_type")), dict[str, Any]()
+    group, found = preset_group(str(values.get("model_type")), values.get("train_on")), dict[str, Any]()
     for section in sections(script).values():
         given: Values = {key: str(values[key]) for key in section_fields(script, section) if key in values}
-        known = model_type if model_type in tables()["presets"] else "flux"
+        known = group if group in tables()["presets"] else "flux"
         found |= settled(section.model_construct(**given), known)
     return {key: f"{FAMILY}: {shown(value)}" for key, value in found.items()}
 

@@ -55,6 +55,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "ema_decay": {"ema_decay": 0.9},
     "memory": {"memory": "auto"},
     "preserve": {"preserve": "prior"},
+    "train_on": {"train_on": "preferences"},
     "model_type": {"model_type": "z_image"},
     "shard": {"shard": 2},
     "tp": {"tp": 2},
@@ -72,7 +73,7 @@ def _config(script: Script, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("row", LORA_MATRIX, ids=lambda row: row.key)
 def test_each_cell_of_the_matrix_of_loras_refuses_with_its_remedy(row: Row) -> None:
-    script = LANGUAGE_LORA if row.key == "tp" else LORA
+    script = LANGUAGE_LORA if row.key in ("tp", "train_on") else LORA
     settings = ROWS.get(row.key, {row.key: True})
     assert list(find_conflicts(_config(script, **settings))) == [], "alone it is no conflict"
     for layout, reason in row.why.items():
@@ -267,12 +268,14 @@ OF_CONVERSATIONS = {
     "chat_template",
     "chat_template_args",
     "train_on",
+    "dpo_beta",
+    "dpo_label_smoothing",
     "max_length",
     "packing",
     "train_batch_size",
     "validation_split",
 }
-OF_PRETRAINING = OF_CONVERSATIONS - {"train_batch_size"} | {
+OF_PRETRAINING = OF_CONVERSATIONS - {"train_batch_size", "dpo_beta", "dpo_label_smoothing"} | {
     "preset", "context", "optimizer_type", "text_encoder_lr", "optimizer_args", "weight_decay",
     "full_bf16", "seed", "ema_decay",
 }  # fmt: skip

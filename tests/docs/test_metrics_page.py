@@ -30,12 +30,13 @@ def written(folder: Path) -> dict[str, str]:
         keys = {re.sub(r"^(lr|d|d\*lr)/.+$", r"\1/<group>", key) for key in values}
         keys = {re.sub(r"^loss/sigma_.+$", "loss/sigma_<range>", key) for key in keys}
         keys = {re.sub(r"^val_loss/sigma_.+$", "val_loss/sigma_<sigma>", key) for key in keys}
+        keys = {re.sub(r"^val_rewards/.+$", "val_rewards/<name>", key) for key in keys}
         keys = {re.sub(r"^update_norm/.+$", "update_norm/<kind>", key) for key in keys}
         found |= {key: "all" if found.get(key, line) != line else line for key in keys}
     return found
 
 
-@pytest.mark.parametrize("kind", ["images", "chats", "pretraining"])
+@pytest.mark.parametrize("kind", ["images", "chats", "pairs", "pretraining"])
 def test_the_page_has_the_keys_that_a_run_writes(kind: str, tmp_path: Path) -> None:
     prodigy = {"optimizer_type": "Prodigy", "learning_rate": 1.0, "max_train_steps": 2, "validate_every_n_steps": 1}
     output = tmp_path / "output"
@@ -46,6 +47,9 @@ def test_the_page_has_the_keys_that_a_run_writes(kind: str, tmp_path: Path) -> N
     elif kind == "chats":
         place = chat_runs.write_place(tmp_path)
         chat_runs.run(place, output, validation_split=0.25, **prodigy)
+    elif kind == "pairs":
+        place = chat_runs.write_place(tmp_path)
+        chat_runs.run(place, output, validation_split=0.25, **chat_runs.preferring(place), **prodigy)
     else:
         pretraining_runs.run(pretraining_runs.write_corpus(tmp_path), output, lr_warmup_steps=0, **prodigy)
     page = documented(kind)

@@ -359,13 +359,13 @@ def test_targets_are_the_next_tokens_and_long_conversations_lose_their_end(tmp_p
     chat = Chat(tuple(CONVERSATION), (False, False, False, False, True), "x")
     tokens, _ = taught(template, CONVERSATION)
     begins = len(template.prompt_tokens(CONVERSATION[:-1]))
-    (whole,) = tokenise_chats([chat], template, len(tokens)).examples
+    ((whole,),) = tokenise_chats([chat], template, len(tokens)).windows
     assert whole.tokens.tolist() == tokens[:-1]
     assert whole.targets.tolist() == [t if place >= begins else IGNORED for place, t in enumerate(tokens[1:], 1)]
-    (everything,) = tokenise_chats([chat], template, len(tokens), train_on_all=True).examples
+    ((everything,),) = tokenise_chats([chat], template, len(tokens), train_on_all=True).windows
     assert everything.targets.tolist() == tokens[1:]
     cut = tokenise_chats([chat], template, begins + 1)
-    assert (cut.cut, cut.dropped, cut.examples[0].target_count) == (1, 0, 2)
+    assert (cut.cut, cut.dropped, cut.windows[0][0].target_count) == (1, 0, 2)
     with pytest.raises(UserError, match="^max_length: no answer begins within"):
         tokenise_chats([chat], template, begins - 1)
 

@@ -206,6 +206,7 @@ class TransformerLM(nn.Module):
         targets: Tensor | None = None,
         cache: KVCache | None = None,
         documents: Tensor | None = None,
+        by_row: bool = False,
     ) -> Tensor:
         """Return logits [B, S, padded V]; or with ``targets`` [B, S] the mean cross-entropy, fp32 [].
 
@@ -215,11 +216,12 @@ class TransformerLM(nn.Module):
             cache: is extended by ``tokens``.
             documents: [B, S] int64, the document that each token belongs to; they see nothing of each other. Without
                 it a row is one document.
+            by_row: return the sum of each row's cross-entropies instead of the mean of all, fp32 [B].
         """
         hidden = self.hidden(tokens, cache, documents)
         if targets is None:
             return self.lm_head(hidden)
-        return token_cross_entropy(hidden, self.lm_head, targets, self.config.vocab_size)
+        return token_cross_entropy(hidden, self.lm_head, targets, self.config.vocab_size, by_row)
 
     def next_logits(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Return the logits [B, V] of what follows the last of ``tokens``, padding rows cut off."""

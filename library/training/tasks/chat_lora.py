@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,16 +30,17 @@ from library.llm.chat_batches import (
     Chat,
     ChatBatch,
     ChatSampler,
-    Example,
     TokenisedChats,
     Window,
-    collate_windows,
     note_unread,
     pack_examples,
+    parse_chat,
     read_chats,
+    target_count,
     tokenise_chats,
 )
 from library.llm.chat_templates import ChatTemplate, Message, load_chat_template, template_arguments
+from library.llm.preferences import parse_pair
 from library.llm.tokenizer_files import load_tokenizer
 from library.models.hub import find_model
 from library.models.llm.files import load_lm, open_lm
@@ -77,7 +79,8 @@ class ChatTask(Task):
         held_out: chats to validate on, in batches of similar length, the same on every process.
     """
 
-    metric: ClassVar[str] = "loss_tokens"
+    metric = "loss_tokens"
+    sampler_type: ClassVar[type[ChatSampler]] = ChatSampler
     to_hold_out: ClassVar[str] = "set validation_data or validation_split"
 
     sizes: LMConfig
@@ -124,14 +127,15 @@ class ChatTask(Task):
         with agreed("reading the conversations"):
             windows, held_out = prepare_chats(chat, self.template, self.sizes, seed, self.console, self.inputs)
         require_same({}, self.inputs)
-        self.batches = ChatSampler(windows, size, seed, DataParallelRank.of(self.accelerator))
+        self.batches = self.sampler_type(windows, size, seed, DataParallelRank.of(self.accelerator))
         self.loader = DataLoader(
             windows,  # type: ignore[arg-type]  # a list is a dataset
             batch_sampler=self.batches,
-            collate_fn=collate_windows,
+            collate_fn=self.sampler_type.collate,
             pin_memory=self.accelerator.device.type == "cuda",
         )
-        self.held_out = batches_of_similar_length(held_out[:most_held_out], size)
+        ordered = sorted(held_out[:most_held_out], key=lambda window: sum(len(example.tokens) for example in window))
+        self.held_out = [self.sampler_type.collate(ordered[i : i + size]) for i in range(0, len(ordered), size)]
         self.validates = bool(self.held_out)
 
     def loss(self, model: nn.Module, batch: Any, step: int) -> tuple[Tensor, Tensor]:
@@ -219,7 +223,7 @@ class ChatLora(ChatTask, LoraTask):
 
 def prepare_chats(
     config: ConversationsConfig, template: ChatTemplate, model: LMConfig, seed: int, console: Console, inputs: RunInputs
-) -> tuple[list[Window], list[Example]]:
+) -> tuple[list[Window], list[Window]]:
     """Read, split, tokenise and pack the conversations, say what was read, and add it to ``inputs``.
 
     Return windows to train on, and conversations to validate on.
@@ -234,39 +238,37 @@ def prepare_chats(
     tokens = template.tokenizer.vocab_size
     if tokens > model.vocab_size:
         raise UserError(f"tokenizer: it has {tokens} tokens, the model {model.vocab_size}; set the model's own")
-    chats = read_chats(config.train_data)
-    held_out = read_chats(config.validation_data) if config.validation_data else []
+    parse = parse_pair if config.train_on == "preferences" else parse_chat
+    chats = read_chats(config.train_data, parse)
+    held_out = read_chats(config.validation_data, parse) if config.validation_data else []
     if config.validation_split:
         chats, held_out = _split(chats, config.validation_split, seed)
     for split, part in enumerate((chats, held_out)):
         for chat in part:
-            inputs.add(repr((chat.messages, chat.trained, chat.tools)), [None] * (len(ASPECTS) - 1) + [split])
-    chats, held_out = (_with_system(part, config.system_prompt) for part in (chats, held_out))
-    train_on_all = config.train_on == "all"
+            known_by = (chat.messages, chat.trained, chat.tools, chat.rejected and chat.rejected.messages)
+            inputs.add(repr(known_by), [None] * (len(ASPECTS) - 1) + [split])
+    chats, held_out = ([_with_system(chat, config.system_prompt) for chat in part] for part in (chats, held_out))
     with counting(console) as start:
         advance = start("tokenising conversations", len(chats) + len(held_out))
-        tokenised = tokenise_chats(chats, template, max_length, train_on_all, advance)
-        held_out_examples = (
-            tokenise_chats(held_out, template, max_length, train_on_all, advance).examples if held_out else []
-        )
-    windows: list[Window] = [(example,) for example in tokenised.examples]
-    if config.packing:
-        windows = pack_examples(tokenised.examples, max_length)
+        arguments = template, max_length, config.train_on == "all", advance
+        tokenised = tokenise_chats(chats, *arguments)
+        held_out_windows = tokenise_chats(held_out, *arguments).windows if held_out else []
+    windows = pack_examples([*chain(*tokenised.windows)], max_length) if config.packing else tokenised.windows
     remarks = _describe(tokenised, windows, template, max_length, config.packing)
     remarks += note_unread([*chats, *held_out])
-    if held_out_examples:
-        remarks.append(f"{counted(len(held_out_examples), 'conversation')} to validate on")
+    if held_out_windows:
+        remarks.append(f"{counted(len(held_out_windows), 'conversation')} to validate on")
     console.print(*remarks, sep="\n", soft_wrap=True)
-    return windows, held_out_examples
+    return windows, held_out_windows
 
 
 def _describe(
     read: TokenisedChats, windows: Sequence[Window], template: ChatTemplate, max_length: int, packing: bool
 ) -> list[str]:
     """Return what was read, a line each."""
-    tokens = sum(len(example.tokens) for example in read.examples)
-    targets = sum(example.target_count for example in read.examples)
-    count = f"{counted(len(read.examples), 'conversation')} in the template {template.name}"
+    tokens = sum(len(example.tokens) for window in windows for example in window)
+    targets = target_count(windows)
+    count = f"{counted(len(read.windows), 'conversation')} in the template {template.name}"
     remarks = [f"{count}: {tokens:,} tokens, {targets / tokens:.0%} of them trained on"]
     if packing:
         remarks.append(f"packed into {len(windows):,} windows, {tokens / (len(windows) * max_length):.0%} full")
@@ -280,17 +282,13 @@ def _describe(
     return remarks
 
 
-def _with_system(chats: list[Chat], system: str | None) -> list[Chat]:
-    """Put ``system`` before the conversations that have no system message."""
-    if not system:
-        return chats
-    first = Message("system", system)
-    return [
-        chat
-        if chat.messages[0].role == "system"
-        else replace(chat, messages=(first, *chat.messages), trained=(False, *chat.trained))
-        for chat in chats
-    ]
+def _with_system(chat: Chat, system: str | None) -> Chat:
+    """Put ``system`` before a conversation that has no system message."""
+    if not system or chat.messages[0].role == "system":
+        return chat
+    messages = (Message("system", system), *chat.messages)
+    rejected = chat.rejected and _with_system(chat.rejected, system)
+    return replace(chat, messages=messages, trained=(False, *chat.trained), rejected=rejected)
 
 
 def _split(chats: Sequence[Chat], share: float, seed: int) -> tuple[list[Chat], list[Chat]]:
@@ -301,13 +299,6 @@ def _split(chats: Sequence[Chat], share: float, seed: int) -> tuple[list[Chat], 
     order = torch.randperm(len(chats), generator=generator(seed, "held-out conversations")).tolist()
     held_out = set(order[:count])
     return [d for i, d in enumerate(chats) if i not in held_out], [d for i, d in enumerate(chats) if i in held_out]
-
-
-def batches_of_similar_length(examples: Sequence[Example], size: int) -> list[ChatBatch]:
-    """Return chats in batches, the shortest first."""
-    chosen = sorted(examples, key=lambda example: len(example.tokens))
-    rows = [[(example,) for example in chosen[i : i + size]] for i in range(0, len(chosen), size)]
-    return [collate_windows(row) for row in rows]
 
 
 def token_mean_loss(model: nn.Module, batch: ChatBatch) -> tuple[Tensor, Tensor]:
