@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.errors import UserError, exit_on_user_error
+from library.errors import UserError, counted, exit_on_user_error
 from library.files import read_text
 from library.models.hub import find_model
 from tools.command import show_progress, tool_parser
@@ -52,8 +52,9 @@ def extend(options: argparse.Namespace) -> None:
         print(f"note: {note}")
     for token, number in added.numbers.items():
         print(f"{number} {token!r}")
-    first, last = min(added.numbers.values()), max(added.numbers.values())
-    print(f"{options.save_to}: to train the new rows, --network_args trainable_token_indices={first}-{last}")
+    numbers = [*added.numbers.values()]
+    span = f"; to train them, --network_args trainable_token_indices={numbers[0]}-{numbers[-1]}" if numbers else ""
+    print(f"{options.save_to}: {counted(len(numbers), 'new token')}{span}")
 
 
 @exit_on_user_error

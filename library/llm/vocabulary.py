@@ -41,7 +41,6 @@ from library.llm.tokenizers import (
 from library.models.llm.files import TransformersFiles, hf_names
 from library.safetensors_io import RowRange
 
-ROWS = ("auto", "pieces", "mean")
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", ADDED_TOKENS)
 _BLANK = "\u2581"  # SentencePiece's
 
@@ -76,7 +75,7 @@ def extend_model(
         model: in any layout that is read.
         save_to: a new folder.
         plain, special: the tokens.
-        rows: what new rows begin as, of :data:`ROWS`.
+        rows: what new rows begin as: the mean of "pieces", of all rows ("mean"), or "auto", see above.
         tokenizer: file or folder; default: the model's own.
         progress: called with (tensors done, tensors in all).
 
@@ -85,9 +84,9 @@ def extend_model(
     """
     source = tokenizer or model
     ours = as_hugging_face(load_tokenizer(source))
-    first = ours.vocab_size
+    first, marks = ours.vocab_size, ours.special
     added = add_tokens(ours, plain, special)
-    if not added.numbers:
+    if not added.numbers and ours.special == marks:
         raise UserError(f"no token is new: {'; '.join(added.notes)}")
     by_pieces = {"auto": added.numbers.keys() - {*special}, "pieces": added.numbers.keys(), "mean": set[str]()}[rows]
     pieces = [added.pieces[token] if token in by_pieces else [] for token in added.numbers]

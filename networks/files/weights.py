@@ -38,7 +38,7 @@ class AdapterWeights:
     Attributes:
         kind: as ``network_type`` names it, if it can be trained. title: the same in messages.
         marks: what in a file's key shows the kind.
-        trained: whether there is a layer for it in ``networks.adapters``.
+        trained: whether ``network_type`` may name it.
         complete: the sets of tensors that an adapter of this kind may consist of, by name.
         tensors: by name, on one device, of any floating dtype.
         alpha: numerator of the scale.
@@ -248,7 +248,7 @@ class TokenRowWeights(AdapterWeights):
     """
 
     kind, title, marks = "tokens", "file with rows of tokens", (".token_adapter.",)
-    complete = ({"token_rows", "token_indices"},)
+    complete, trained = ({"token_rows", "token_indices"},), False
 
     @property
     def shape(self) -> tuple[int, int | None]:

@@ -87,6 +87,9 @@ def test_it_grows_and_nothing_else_changes(kind: str, tied: bool, padding: int, 
 
 @pytest.mark.parametrize("source", ["folder", "model.gguf"])
 def test_what_was_published_beside_it_is_kept(source: str, published: Path, tmp_path: Path) -> None:  # noqa: F811
+    marked = printed(extend_tokenizer, str(published / source), "--special", "cat", "--save_to", str(tmp_path / "cat"))
+    assert "0 new tokens" in marked
+    assert "cat" in load_tokenizer(tmp_path / "cat").special
     words = ["--tokens", "wug", "--special", "<|tool|>", "--rows", "mean"]
     printed(extend_tokenizer, str(published / source), *words, "--save_to", str(tmp_path / "new"))
     assert_is_whole(tmp_path / "new", published / "folder")
