@@ -29,8 +29,9 @@ from bench.measure import KEEPING, SAME, WAITING, Case, Table, benchmark_parser,
 from library.errors import exit_on_user_error
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, config_to_hf, preset
-from walkthrough.gpt2 import GPT2, Decoder, Sizes
-from walkthrough.llama2 import LLAMA2
+from walkthrough.sizes import Sizes
+from walkthrough.step2_gpt2 import GPT2, Decoder
+from walkthrough.step7_llama import LLAMA2
 
 BATCH, LENGTH = 8, 256
 PRECISIONS = ("fp32", "autocast bf16")

@@ -1,7 +1,7 @@
-"""From GPT-2 to Llama 3.2 in plain PyTorch, one change at a time: ``gpt2``, ``llama2``, ``llama3``, ``llama32``.
+"""From text to Llama 3.2 in nine steps, in plain PyTorch: ``step1_tokens`` to ``step9_speed`` (docs/course.md).
 
-Each module is a script too (``python walkthrough/llama2.py``), in cells (``# %%``) that VS Code, PyCharm, Spyder and
-jupytext run one by one. A step is a :class:`walkthrough.gpt2.Parts` that differs from the one before in one field. The
-published models are compared with transformers' on the same weights, and with Tandem's own decoder, which does the same
-faster (``library.models.llm.model``); ``tests/walkthrough`` does so for every step, with gradients.
+Each step is a script (``python walkthrough/step2_gpt2.py``) in cells (``# %%``) that VS Code, PyCharm, Spyder and
+jupytext run one by one. It imports the steps before it, saves pictures in ``output/walkthrough``, and ends with a check
+against transformers or a formula; ``tests/walkthrough`` checks more. Tandem's own decoder does the same faster
+(``library.models.llm.model``).
 """

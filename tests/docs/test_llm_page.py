@@ -41,7 +41,7 @@ def test_the_commands_lead_from_texts_to_a_model_that_writes(tmp_path: Path) -> 
     said = [{"instruction": f"How many cats? {i}", "output": f"{i} cats."} for i in range(30)]
     (tmp_path / "my_conversations.jsonl").write_text("\n".join(map(json.dumps, said)))
     commands = re.findall(r"^\.venv/bin/python (.*)$", PAGE, re.MULTILINE)
-    assert len(commands) == 15
+    assert len(commands) == 12
     in_gguf(write_chat_model(tmp_path / "talker", width=64), tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")
     for command in commands:
         script, *rest = shlex.split(command.replace("8192", "300"))

@@ -1,4 +1,4 @@
-"""What the walk is checked against: transformers' models on the same random weights, and Tandem's.
+"""What the course is checked against: transformers' models on the same random weights, and Tandem's.
 
 Nothing of a language model is explained here.
 """
@@ -6,79 +6,108 @@ Nothing of a language model is explained here.
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
+from safetensors.torch import save_file
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from library.llm.generation import SamplingSettings, generate_tokens
 from library.models.llm.files import load_lm
-from walkthrough.gpt2 import GPT2, Decoder, Parts, Sizes
+from tests.models.llm.openai import write_openai_checkpoint
+from walkthrough.course import check
+from walkthrough.sizes import Parts, Sizes
+from walkthrough.step1_tokens import Tokenizer
+from walkthrough.step2_gpt2 import GPT2, Decoder
+from walkthrough.step6_files import from_hugging_face
 
 transformers.utils.logging.disable_progress_bar()
-_GPT2 = {"attention.out": "attn.c_proj", "feed_forward.up": "mlp.c_fc", "feed_forward.down": "mlp.c_proj"}
-_LLAMA = {
-    f"attention.{ours}": f"self_attn.{theirs}_proj" for ours, theirs in (*zip("qkv", "qkv", strict=True), ("out", "o"))
-}
-_LLAMA |= {f"feed_forward.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def library_tokenizer(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """Return the ``tokenizers`` package's byte pair encoding with the merges of ``tokenizer``."""
+    letters = bytes_to_unicode()
+    written = {token: "".join(letters[byte] for byte in token) for token in tokenizer.tokens}
+    merges = [(written[left], written[right]) for left, right in tokenizer.ranks]
+    theirs = tokenizers.Tokenizer(BPE({written[token]: i for i, token in enumerate(tokenizer.tokens)}, merges))
+    theirs.pre_tokenizer, theirs.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    return theirs
 
 
 def random_gpt2(sizes: Sizes, seed: int = 0) -> tuple[Decoder, PreTrainedModel]:
-    """Return the walk's GPT-2 and transformers', with the same random weights."""
+    """Return the course's GPT-2 and transformers', with the same random weights."""
     config = GPT2Config(
-        vocab_size=sizes.vocabulary, n_positions=sizes.context, n_embd=sizes.width, n_layer=sizes.layers,
-        n_head=sizes.heads, n_inner=sizes.hidden, layer_norm_epsilon=sizes.eps, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=sizes.vocabulary,
+        n_positions=sizes.context,
+        n_embd=sizes.width,
+        n_layer=sizes.layers,
+        n_head=sizes.heads,
+        n_inner=sizes.hidden,
+        layer_norm_epsilon=sizes.eps,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     theirs = _random(config, seed)
-    state = {
-        f"{k}.weight": theirs.state_dict()[f"transformer.{v}.weight"]
-        for k, v in {"embedding": "wte", "positions": "wpe"}.items()
-    }
-    for i, block in enumerate(theirs.transformer.h):
-        own = {
-            f"{name}.{leaf}": block.get_submodule(part).state_dict()[leaf]
-            for name, part in _GPT2.items()
-            for leaf in ("weight", "bias")
-        }
-        for leaf in ("weight", "bias"):
-            joined = block.attn.c_attn.state_dict()[leaf].chunk(3, dim=-1)
-            own |= {f"attention.{name}.{leaf}": part for name, part in zip("qkv", joined, strict=True)}
-            own |= {f"norm{n}.{leaf}": block.get_submodule(f"ln_{n}").state_dict()[leaf] for n in (1, 2)}
-        state |= {f"blocks.{i}.{name}": t.t() if t.ndim == 2 else t for name, t in own.items()}  # theirs is [in, out]
-    state |= {f"norm.{leaf}": tensor for leaf, tensor in theirs.transformer.ln_f.state_dict().items()}
-    return _filled(Decoder(sizes, GPT2), state), theirs
+    ours = Decoder(sizes, GPT2)
+    ours.load_state_dict(from_hugging_face(theirs.state_dict()))
+    return ours, theirs
+
+
+def write_hugging_face(folder: Path, theirs: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Write a GPT-2 as Hugging Face publishes it: no "transformer." before the names."""
+    theirs.config.save_pretrained(folder)
+    state = {name.removeprefix("transformer."): t.contiguous() for name, t in theirs.transformer.state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    library_tokenizer(tokenizer).model.save(str(folder))
+
+
+def write_openai(folder: Path, theirs: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Write a GPT-2 as OpenAI publishes it: a TensorFlow checkpoint, hparams.json, vocab.bpe and encoder.json."""
+    write_openai_checkpoint(folder, theirs)
+    library_tokenizer(tokenizer).model.save(str(folder))
+    (folder / "merges.txt").rename(folder / "vocab.bpe")
+    (folder / "vocab.json").rename(folder / "encoder.json")
 
 
 def random_llama(sizes: Sizes, parts: Parts, seed: int = 0) -> tuple[Decoder, PreTrainedModel]:
-    """Return the walk's Llama of ``parts`` and transformers', with the same random weights."""
+    """Return the course's Llama of ``parts`` and transformers', with the same random weights."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": sizes.theta}
     if sizes.factor != 1:
         rope |= {"rope_type": "llama3", "factor": sizes.factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope["original_max_position_embeddings"] = sizes.original_context
     config = LlamaConfig(
-        vocab_size=sizes.vocabulary, max_position_embeddings=sizes.context, hidden_size=sizes.width,
-        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
-        intermediate_size=sizes.hidden, rms_norm_eps=sizes.eps, rope_parameters=rope, tie_word_embeddings=parts.tied,
-    )  # fmt: skip
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sizes.context,
+        hidden_size=sizes.width,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        intermediate_size=sizes.hidden,
+        rms_norm_eps=sizes.eps,
+        rope_parameters=rope,
+        tie_word_embeddings=parts.tied,
+    )
     theirs = _random(config, seed)
-    return _filled(Decoder(sizes, parts), llama_state(theirs)), theirs
+    ours = Decoder(sizes, parts)
+    ours.load_state_dict({name: theirs.state_dict()[llama_name(name)] for name in ours.state_dict()})
+    return ours, theirs
 
 
-def llama_state(theirs: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a transformers Llama's weights under the walk's names."""
-    model, state = theirs.model, {}
-    for i, layer in enumerate(model.layers):
-        names = {**_LLAMA, "norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-        state |= {f"blocks.{i}.{ours}.weight": layer.get_submodule(name).weight for ours, name in names.items()}
-    return state | {
-        "embedding.weight": model.embed_tokens.weight,
-        "norm.weight": model.norm.weight,
-        "head.weight": theirs.lm_head.weight,
-    }
+def llama_name(name: str) -> str:
+    """Return transformers' name of a weight of the course's Llama."""
+    changes = {"blocks.": "model.layers.", "attention": "self_attn", "feed_forward": "mlp", "head.": "lm_head."}
+    changes |= {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "out.": "o_proj."}
+    changes |= {f".{part}.": f".{part}_proj." for part in ("q", "k", "v", "gate", "up", "down")}
+    for ours, theirs in changes.items():
+        name = name.replace(ours, theirs)
+    return {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}.get(name, name)
 
 
 def _random(config: Any, seed: int) -> PreTrainedModel:
@@ -90,49 +119,31 @@ def _random(config: Any, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-def _filled(model: Decoder, state: Mapping[str, Tensor]) -> Decoder:
-    own = {name: tensor.detach().clone() for name, tensor in state.items()}
-    model.load_state_dict({"head.weight": own["embedding.weight"], **own})
-    return model
-
-
 def tandem(theirs: PreTrainedModel) -> nn.Module:
     """Return Tandem's model of what transformers writes to a folder."""
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        return load_lm(folder, torch.float32)
+        return load_lm(folder, torch.float32).requires_grad_(True)
 
 
-@torch.no_grad()
-def largest_difference(ours: Decoder, theirs: PreTrainedModel, length: int = 60) -> str:
-    """Return how far logits are from those of transformers and of Tandem, as a share of the largest one, in words."""
-    tokens = torch.randint(0, theirs.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
-    logits, expected = ours(tokens), theirs(tokens).logits
-    shares = [(logits - other).abs().max() / expected.abs().max() for other in (expected, tandem(theirs)(tokens))]
-    return "largest difference to transformers {:.0e}, to Tandem {:.0e}".format(*map(float, shares))
+def compare(name: str, ours: Decoder, theirs: PreTrainedModel, length: int = 60) -> None:
+    """Check logits and the embedding's gradient against transformers and Tandem, on random tokens [3, length]."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, theirs.config.vocab_size, (3, length), generator=generator)
+    own_logits, own_gradient = _answers(ours, ours.embedding, tokens)
+    their_tandem: Any = tandem(theirs)
+    for other, model, embedding in (
+        ("transformers", theirs, theirs.get_input_embeddings()),
+        ("Tandem", their_tandem, their_tandem.embedding),
+    ):
+        logits, gradient = _answers(model, embedding, tokens)
+        check(f"{name}: logits against {other}", own_logits, logits, 1e-5)  # fp32 sums of up to 200 products
+        check(f"{name}: gradient against {other}", own_gradient, gradient, 1e-4)
 
 
-def tandem_of(theirs: PreTrainedModel, model: Decoder) -> Callable[[Tensor, int], Tensor]:
-    """Return Tandem's greedy writing with the weights of the walk's Llama ``model``; ``theirs`` has the same sizes."""
-    theirs.resize_token_embeddings(model.embedding.num_embeddings)
-    for name, tensor in llama_state(theirs).items():
-        tensor.data.copy_(model.state_dict()[name])
-    fast: Any = tandem(theirs)
-
-    def write(tokens: Tensor, count: int) -> Tensor:
-        new = generate_tokens(fast, tokens.tolist(), SamplingSettings(max_new_tokens=count, temperature=0))
-        return torch.cat((tokens, torch.tensor(new)), dim=1)
-
-    return write
-
-
-def time_of(function: Callable[..., Tensor], *arguments: Any) -> tuple[Tensor, float]:
-    """Return what a function returns when it is called a second time, and the seconds it takes."""
-    function(*arguments)
-    begun = time.perf_counter()
-    return function(*arguments), time.perf_counter() - begun
-
-
-def parameters(model: nn.Module) -> int:
-    """Return how many there are."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def _answers(model: Any, embedding: nn.Embedding, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    answer = model(tokens)
+    logits = getattr(answer, "logits", answer)
+    logits.logsumexp(-1).mean().backward()
+    assert embedding.weight.grad is not None
+    return logits.detach(), embedding.weight.grad
