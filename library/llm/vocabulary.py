@@ -150,7 +150,7 @@ def add_tokens(tokenizer: HuggingFaceTokenizer, plain: Sequence[str], special: S
         if spelled != token:
             added.notes.append(f"{token!r}: the tokenizer writes it {spelled!r}")
         pieces = tokenizer.encode(spelled, special=True)
-        is_one = len(pieces) == 1 and tokenizer.decode(pieces) == spelled
+        is_one = token not in marks and len(pieces) == 1 and tokenizer.decode(pieces) == spelled
         number = pieces[0] if is_one else inner.token_to_id(spelled)
         if number is None:
             added.numbers.setdefault(spelled, first + len(added.numbers))

@@ -143,11 +143,20 @@ def test_a_token_that_exists_keeps_its_number() -> None:
         (["\t "], [], "blanks alone"),
         (["a"], ["a"], "choose one"),
         (["Ã©"], [], "stands for 'é'"),
+        ([], ["é"], "is the name of token"),  # of a byte
     ],
 )
 def test_a_token_that_cannot_be_is_refused_by_name(plain: list[str], special: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         add_tokens(bpe(), plain, special)
+
+
+def test_a_special_token_is_another_than_the_word_that_is_written_so() -> None:
+    tokenizer = bpe()
+    added = add_tokens(tokenizer, [], [" the", "日本"])
+    assert list(added.numbers.values()) == [330, 331]
+    assert tokenizer.encode("日本 the", special=True) == [331, 330]
+    assert tokenizer.decode([331, 330]) == "日本 the"
 
 
 def test_a_special_token_within_a_word_is_said_to_come_first() -> None:
