@@ -233,16 +233,13 @@ def prompt_of(session: ChatSession, request: Request, wanted: int) -> tuple[list
     template, tools = copy(template), read_tools(request, "tools")
     template.arguments = {**template.arguments, **request["arguments"]}
     prompt = template.prompt_tokens(messages, tools)
-    text, calls = (
-        tokenizer.decode(prompt),
-        (call for message in messages for call in message.more.get("tool_calls", ())),
-    )
-    for name in (function["function"]["name"] for function in (*tools, *calls)):
-        if name not in text:
-            raise UserError(
-                f"tools: the model's chat template does not write {name!r} into the prompt; describe the tools in the "
-                "system message, or use a model whose template has them"
-            )
+    text = tokenizer.decode(prompt)
+    called = [call for message in messages for call in message.more.get("tool_calls", ())]
+    if unseen := [each["function"]["name"] for each in (*tools, *called) if each["function"]["name"] not in text]:
+        raise UserError(
+            f"tools: the model's chat template does not write {unseen[0]!r} into the prompt; describe the tools in the "
+            "system message, or use a model whose template has them"
+        )
     return prompt, []
 
 

@@ -47,12 +47,12 @@ def route(site: Site) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
             return await _answer(site, request)
+        except ApiError as error:
+            return JSONResponse(error.told, error.status)
         except Exception as error:
-            told = error
-            if not isinstance(told, ApiError):
-                traceback.print_exception(error)
-                told = ApiError(f"this is a bug of the page ({type(error).__name__}); the terminal has the rest", 500)
-            return JSONResponse(told.told, told.status)
+            traceback.print_exception(error)
+            bug = ApiError(f"this is a bug of the page ({type(error).__name__}); the terminal has the rest", 500)
+            return JSONResponse(bug.told, bug.status)
 
     return Route("/v1/{call:path}", endpoint, methods=["GET", "POST"])
 
@@ -61,12 +61,12 @@ async def _answer(site: Site, request: Request) -> Response:
     call, models = f"{request.method} {request.path_params['call']}", await to_thread.run_sync(_models, site)
     if call in ("POST chat/completions", "POST completions"):
         return await _complete(models, request, is_chat=call == "POST chat/completions")
-    if call != "GET models" and call.removeprefix("GET models/") not in models:
-        raise ApiError(f"{call}: there is no such call or model here", 404)
-    listed = [{"id": name, "object": "model", "created": 0, "owned_by": "tandem"} for name in models]
+    about = {name: {"id": name, "object": "model", "created": 0, "owned_by": "tandem"} for name in models}
     if call == "GET models":
-        return JSONResponse({"object": "list", "data": listed})
-    return JSONResponse(next(model for model in listed if call == f"GET models/{model['id']}"))
+        return JSONResponse({"object": "list", "data": list(about.values())})
+    if call.removeprefix("GET models/") not in models:
+        raise ApiError(f"{call}: there is no such call or model here", 404)
+    return JSONResponse(about[call.removeprefix("GET models/")])
 
 
 def _models(site: Site) -> dict[str, tuple[str, str]]:
