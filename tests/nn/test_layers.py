@@ -239,6 +239,28 @@ def test_a_frozen_head_passes_the_gradient_on() -> None:
     assert head.weight.grad is None
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_each_row_has_the_sum_of_its_own_losses_and_gradients_by_its_weight(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cross_entropy._LOGITS, "cpu", 64 * VOCABULARY)  # several pieces a row
+    hidden, head, targets = case()
+    targets[0, : targets.shape[1] // 2] = cross_entropy.IGNORED
+    head.requires_grad_(not frozen)
+    weights = torch.linspace(-1.0, 2.0, len(targets))
+    losses = token_cross_entropy(hidden, head, targets, VOCABULARY, by_row=True)
+    (weights * losses).sum().backward()
+    logits = hidden.double() @ head.weight.double()[:VOCABULARY].t()
+    each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(dim=1)
+    wanted = torch.autograd.grad((weights * each).sum(), [hidden] if frozen else [hidden, head.weight])
+    torch.testing.assert_close(losses.double(), each, rtol=1e-5, atol=0)
+    for own, other in zip((hidden.grad, head.weight.grad), wanted, strict=False):
+        assert (own.double() - other).abs().max() <= 1e-5 * other.abs().max()
+    with torch.no_grad():
+        again = token_cross_entropy(hidden, head, targets, VOCABULARY, by_row=True)
+    torch.testing.assert_close(again, losses.detach(), rtol=1e-5, atol=0)
+
+
 def test_a_head_that_was_compiled_by_itself_keeps_no_logits() -> None:
     # so accelerate's regional compilation hands it over
     hidden, head, targets = case()
