@@ -1,7 +1,7 @@
 """Step 9: the same training step, faster and faster. Every rung is measured on this machine and kept if it helps.
 
 A few seconds a rung on a CPU, and up to a minute for the compiler. With a GPU the model is GPT-2 of 124 million
-parameters; without, one of 4 million, and what is made for GPUs gains little or nothing.
+parameters, which needs 24 GB; without, one of 4 million, and what is made for GPUs gains little or nothing.
 """
 
 # %%
@@ -42,7 +42,7 @@ class Ways:
     compiled: bool = False
     fused_adamw: bool = False
     padded: bool = False
-    batch: int = 8 if DEVICE == "cuda" else 4
+    batch: int = 4
 
 
 # %% [markdown]
