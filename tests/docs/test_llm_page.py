@@ -26,6 +26,7 @@ SMALL = "--max_train_steps 3 --width 48 --heads 4 --layers 2 --context 32 --lr_w
 SHORT = {
     "tools/prepare_text.py": "--workers 0 --validation_share 0.2",
     "train_llm.py": f"{SMALL} --save_every_n_steps 2 --save_state",
+    "instruction tuning": "--max_train_steps 3 --max_length 32 --sample_tokens 4 --mixed_precision no",
     "tools/generate.py": "--max_new_tokens 4",
     "train_lora.py": "--max_length 32 --sample_prompts hi --sample_tokens 4 --mixed_precision no --max_train_epochs 4",
 }
@@ -41,18 +42,20 @@ def test_the_commands_lead_from_texts_to_a_model_that_writes(tmp_path: Path) -> 
     said = [{"instruction": f"How many cats? {i}", "output": f"{i} cats."} for i in range(30)]
     (tmp_path / "my_conversations.jsonl").write_text("\n".join(map(json.dumps, said)))
     commands = re.findall(r"^\.venv/bin/python (.*)$", PAGE, re.MULTILINE)
-    assert len(commands) == 12
+    assert len(commands) == 13
     in_gguf(write_chat_model(tmp_path / "talker", width=64), tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")
     for command in commands:
         script, *rest = shlex.split(command.replace("8192", "300"))
         AcceleratorState._reset_state(reset_partial_state=True)
-        argv = [script, *rest, *SHORT.get(script, "").split()]
+        kind = "instruction tuning" if script == "train_llm.py" and "--train_data" in rest else script
+        argv = [script, *rest, *SHORT.get(kind, "").split()]
         with chdir(tmp_path), mock.patch.object(sys, "argv", argv):
             runpy.run_path(str(ROOT / script), run_name="__main__")
     assert (tmp_path / "output/llama_tiny/llama_tiny/model.safetensors").stat().st_size > 0
     assert (tmp_path / "output/llama_tiny/llama_tiny-step00000002-state/position.json").is_file()
     assert (tmp_path / "output/llama_tiny/lr.svg").is_file()
     assert (tmp_path / "output/llama_lora/assistant/adapter_config.json").is_file()
+    assert (tmp_path / "output/llama_chat/assistant-best/generation_config.json").is_file()
     assert (tmp_path / "output/my_assistant/model.safetensors").is_file()
     for name in ("SmolLM2-135M-Instruct", "extended"):
         assert (tmp_path / "models" / name / "chat_template.jinja").is_file()
