@@ -103,13 +103,9 @@ def settings_of(*folders: Path | None) -> dict[str, Any]:
 
 def script_of(settings: dict[str, Any]) -> Script[Any]:
     """Return the script that settings are for."""
-    return (
-        LLM
-        if {"data_dir", "init_from"} & settings.keys()
-        else LANGUAGE_LORA
-        if settings.get("model_type") in LANGUAGE_MODELS
-        else LORA
-    )
+    if {"data_dir", "init_from"} & settings.keys():
+        return LLM
+    return LANGUAGE_LORA if settings.get("model_type") in LANGUAGE_MODELS else LORA
 
 
 @cache
