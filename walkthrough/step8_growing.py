@@ -48,9 +48,9 @@ class Extended(Tokenizer):
 
 # %% [markdown]
 # The model's table needs a row for each new token. A row of zeros has logit 0. In the published GPT-2 all logits are
-# below -30, so the new token would get nearly all probability. The mean of the old rows has the mean of their logits,
-# and e^(mean of logits) is at most the mean of e^logits (Jensen). So a new token never gets more than 1/n of what n old
-# tokens have together, and old probabilities hardly change (Hewitt 2021).
+# often below -30, so the new token would get nearly all probability. The mean of the old rows has the mean of their
+# logits, and e^(mean of logits) is at most the mean of e^logits (Jensen). So a new token never gets more than 1/n of
+# what n old tokens have together, and old probabilities hardly change (Hewitt 2021).
 
 
 # %%
