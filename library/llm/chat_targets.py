@@ -18,6 +18,7 @@ DeepSeek-R1's template leaves out the thinking even of the last answer, which th
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from typing import Any
 from library.errors import UserError
 from library.llm.chat_templates import ChatTemplate, Message, common, plain
 
-_PROBE = "\ue001"  # private use: stands for an answer that is looked for
+_PROBE = "\ufdd1"  # no character: stands for an answer that is looked for
 _THINKING = ("reasoning_content", "thinking", "reasoning")  # transformers' names for it, in its order
 
 Span = tuple[int, int]
@@ -98,7 +99,9 @@ def encode_chat(
             written.append(answer)
         elif longer not in whole:
             longer.spans = [*answer.spans, *longer.spans]
-    chat.notes |= _left_out(messages, tools, plain(written[0].text)) if written else set()
+    if written:
+        last = len(messages) if train_on_all else max(index for index, is_trained in enumerate(trained) if is_trained)
+        chat.notes |= _left_out(messages[:last], tools, plain(written[0].text))
     for each in reversed(written):
         tokens, places = _encode(template, each)
         is_target = [False] * len(tokens)
@@ -151,15 +154,18 @@ def _behind_prompt(
     if prompt is not None and text.startswith(prompt) and _holds(plain(text[len(prompt) :]), thinking):
         return len(prompt), text
     header = template.render([*before, Message("assistant", _PROBE)], tools)[0].partition(_PROBE)[0]
+    closed = re.search(r"</think>\s*$", header)
     if not text.startswith(header):  # it is rendered without thinking, of which the template may write an empty block
         header = re.sub(r"<think>\s*</think>\s*$", "", header)
     begun = prompt[common(prompt, template.render(before, tools)[0]) :] if prompt is not None and before else ""
     is_open = begun.rfind("<think>") > begun.rfind("</think>")
-    if not text.startswith(header) or (thinking and "</think>" in begun and not is_open):
-        begins = f"begins it with {_differing(text, prompt or header)!r}, its prompt with"
+    begins_alike = prompt is None or template.marks(header) <= template.marks(prompt)
+    if not (text.startswith(header) and begins_alike) or (thinking and "</think>" in begun and not is_open):
+        remedy = "leave its thinking out" if thinking else "remove the record"
         raise UserError(
-            f"{where} {begins} {_differing(prompt or header, text)!r}, so this turn cannot be trained; change "
-            "chat_template_args, or leave its thinking out"
+            f"{where} begins it with {_differing(text, prompt or header)!r}, its prompt with "
+            f"{_differing(prompt or header, text)!r}, so this turn cannot be trained; change chat_template_args, or "
+            f"{remedy}"
         )
     answer = text[len(header) :]
     has_thinking = bool(thinking) and _holds(plain(answer), thinking)
@@ -171,14 +177,16 @@ def _behind_prompt(
     if prompt is None and (has_thinking or not thinking):
         return len(header), text
     prompt = header if prompt is None else prompt
-    opened = ("" if is_open else "<think>") + ("" if is_open and prompt.endswith("\n") else "\n")
+    begins_line = is_open and (prompt.endswith("\n") or (closed and not thinking))
+    opened = ("" if is_open else "<think>") + ("" if begins_line else "\n")
     if has_thinking and is_open:
         answer = opened + re.sub(r"^\s*<think>\s*", "", answer)
     elif not has_thinking:
-        answer = re.sub(r"^\s*(<think>\s*</think>\s*)?", "", answer)
+        answer = re.sub(r"^\s*<think>\s*</think>\s*", "", answer)
         if is_open or thinking:
             thought = template.as_text(f"{thinking}\n" if thinking else "", "assistant")
-            answer = f"{opened}{thought}</think>\n\n{answer}"
+            close = closed[0] if closed else "</think>\n\n"
+            answer = opened + thought + close + answer.lstrip()
     return len(prompt), prompt + answer
 
 
@@ -224,9 +232,11 @@ def _left_out(messages: Sequence[Message], tools: Tools, text: str) -> set[str]:
 
 
 def _holds(text: str, wanted: str) -> bool:
-    """Return whether ``text`` has ``wanted``, as it is or as in JSON, however the blanks are."""
-    if wanted in text:
-        return True
-    squeezed = re.sub(r"\s+", "", text)
-    forms = (wanted, json.dumps(wanted, ensure_ascii=False)[1:-1].replace("\\n", ""))
-    return any(re.sub(r"\s+", "", form) in squeezed for form in forms)
+    """Return whether ``text`` has ``wanted``, as it is or as in JSON, Python or HTML, however the blanks are."""
+    squeezed = _without_blanks(text)
+    return wanted in text or any(_without_blanks(form) in squeezed for form in (wanted, json.dumps(wanted)))
+
+
+def _without_blanks(text: str) -> str:
+    """Return ``text`` without blanks, backslashes and quotes, and without what stands for blanks in JSON."""
+    return re.sub(r"\\[nrt]|[\s\\\"']", "", html.unescape(text))

@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,8 +46,9 @@ from library.llm.tokenizers import Tokenizer
 
 JINJA_FILE = "chat_template.jinja"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_BREAK = "\ue000"  # private use: put into special tokens' names in messages, and taken out again before encoding
-_PROBE = "\ue001"  # private use: a message whose place in the rendered text is looked for
+_BREAK = "\ufdd0"  # no character: put into special tokens' names in messages, and taken out again before encoding
+_BREAKS = re.compile(rf"{_BREAK}|\\ufdd0")  # as it is, and as JSON and Python may write it
+_PROBE = "\ufdd1"  # no character: a message whose place in the rendered text is looked for
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -234,12 +236,13 @@ class ChatTemplate(PromptTemplate):
         Tokenizers that strip blanks beside special tokens, or treat a text's first word alone as one, have one part.
         """
         special, encode = self.tokenizer.special, self.tokenizer.encode
-        if not cuts and _BREAK not in text:
+        has_breaks = plain(text) != text
+        if not cuts and not has_breaks:
             return encode(text, special=True), []
         parts = [part for part in re.split(f"({self._special.pattern})", text) if part]
         encoded = [encode(plain(part), special=part in special) for part in parts]
         tokens = [*chain.from_iterable(encoded)]
-        divided = _BREAK in text or tokens == (together := encode(text, special=True))
+        divided = has_breaks or tokens == (together := encode(text, special=True))
         if not divided:
             parts, encoded, tokens = [text], [together], together
         counts, part, begin, count = [], 0, 0, 0
@@ -289,6 +292,10 @@ class ChatTemplate(PromptTemplate):
             return ""
         found = self._special.search(between)
         return between[: found.end()] if found else ""
+
+    def marks(self, text: str) -> Counter[str]:
+        """Return how often a rendered ``text`` has each special token, those of thinking left out."""
+        return Counter(self._special_but_thinking.findall(text))
 
     def end_of(self, text: str) -> int | None:
         """Return where the mark ends that ends the answer at the end of a rendered ``text``; None if there is none."""
@@ -345,7 +352,7 @@ def _broken(value: Any, special: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return special.sub(lambda name: f"{name[0][:1]}{_BREAK}{name[0][1:]}", value)
     if isinstance(value, Mapping):
-        return {key: _broken(each, special) for key, each in value.items()}
+        return {_broken(key, special): _broken(each, special) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_broken(each, special) for each in value]
     return value
@@ -353,7 +360,7 @@ def _broken(value: Any, special: re.Pattern[str]) -> Any:
 
 def plain(text: str) -> str:
     """Return a rendered ``text`` as it is encoded: the names of special tokens in messages whole."""
-    return text.replace(_BREAK, "")
+    return _BREAKS.sub("", text)
 
 
 def common(first: Sequence[int] | str, second: Sequence[int] | str) -> int:

@@ -71,6 +71,13 @@ TEMPLATES = {
         _SPLIT + "{{ '<|im_start|>assistant\n' + text | trim }}" + _CALLS + "{{ '<|im_end|>\n' }}",
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
     ),
+    "thinking opened by the prompt": chatml(
+        _SPLIT
+        + "{{ '<|im_start|>assistant\n' }}{% if thought %}{{ '<think>' + thought }}{% endif %}{{ '</think>' + text }}"
+        + _CALLS
+        + "{{ '<|im_end|>\n' }}",
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}",
+    ),
     "system in the last question": _LAST_QUESTION + _TOOLS + "{% for m in messages %}{% if m.role == 'user' %}"
     "{{ '<|user|>' }}{% if loop.index0 == ns.last and messages[0].role == 'system' %}{{ messages[0].content + '\n' }}"
     "{% endif %}{{ m.content + '<|assistant|>' }}{% elif m.role == 'tool' %}{{ m.content + '<|assistant|>' }}"
@@ -89,6 +96,8 @@ def says(name: str, text: str, thought: str, call: bool) -> str:
     calls = calls.replace("l>{", "l>\n{").replace("}</t", "}\n</t") if name == "chatml" else calls
     if name == "earlier thinking left out":
         return f"<think>\n{thought}\n</think>\n\n{text}{calls}<|im_end|>"
+    if name == "thinking opened by the prompt":
+        return f"{thought}</think>{text}{calls}<|im_end|>"
     if name == "all thinking left out":
         return (f"{thought}\n" if thought else "") + f"</think>\n\n{text}{calls}<|im_end|>"
     end = {
@@ -211,6 +220,11 @@ ONE_LINE = {
         Message("assistant", None, {"tool_calls": [CALL]}),
         "has no place for calls of tools, as chatml has",
     ),
+    "another mark": (
+        chatml("{{ '<|im_start|>assistant<|observation|>' }}" + _CONTENT, _PROMPT.replace("\n", "<|user|>")),
+        Message("assistant", "b"),
+        r"begins it with .*<\|observation\|.*, its prompt with .*<\|user\|>.*, or remove the record",
+    ),
     "closed thinking": (
         TEMPLATES["all thinking left out"].replace("<think>\n' }}", "<think></think>' }}"),
         Message("assistant", "b", {"reasoning_content": "well"}),
@@ -232,6 +246,21 @@ def test_what_the_template_has_no_place_for_is_named_and_counted(folder: Path) -
     records = [{"messages": messages, "tools": tools} for messages, tools in chats(thinks=False)]
     made = tokenise_chats([parse_chat(record, "x") for record in records], load(folder, source), 4096)
     assert made.left_out == {"tools": 6, "a system message": 6}
+
+
+@pytest.mark.parametrize("written", ["tools | tojson(ensure_ascii=True)", "tools", "tools | string | e"])
+def test_what_the_template_writes_in_another_form_is_not_left_out(folder: Path, written: str) -> None:
+    description = 'Book "a" trip\n\tto <b>Köln</b> 🙂 <|im_end|>'
+    tools = [{"type": "function", "function": {"name": "book", "description": description, "<|im_end|>": 1}}]
+    messages = [Message("user", "a"), Message("assistant", "b"), Message("user", "not asked for")]
+    template = load(folder, "{{ " + written + " }}\n" + chatml(_CONTENT + "{{ '<|im_end|>' }}", before=""))
+    assert encode_chat(template, messages, [False, True, False], tools).notes == set()
+    # names of special tokens in schemas are text, and written as they are
+    prompt, end = template.prompt_tokens(messages, tools), SPECIAL.index("<|im_end|>")
+    assert prompt.count(end) == template.prompt_tokens(messages, []).count(end)
+    text = template.tokenizer.decode(prompt)
+    assert "ufdd" not in text
+    assert text.count("im_end|") == prompt.count(end) + 2
 
 
 def test_arguments_reach_the_template(folder: Path) -> None:
