@@ -45,8 +45,11 @@ from library.config.rules import model_conflicts
 from library.config.schema import DatasetArguments, ModelConfig, PrecisionConfig
 from library.errors import UserError, counted, error_prefix, exit_on_user_error
 from library.files import read_text, write_text
+from library.llm.chat_batches import read_tools
 from library.llm.chat_templates import (
     CHAT_TEMPLATES,
+    ChatTemplate,
+    Message,
     PromptTemplate,
     TextTemplate,
     load_chat_template,
@@ -153,6 +156,7 @@ def _add_text_command(commands: Any) -> None:
         help=f"of --chat: {', '.join(CHAT_TEMPLATES)}, or a Jinja file; default: as --lora was trained with, else auto",
     )
     what.add_argument("--chat_template_args", nargs="+", default=[], metavar="NAME=VALUE", help="enable_thinking=false")
+    what.add_argument("--tools", metavar="FILE", help="of --chat: functions to call, a JSON list as OpenAI has it")
     what.add_argument("--system", metavar="TEXT", help="system message of --chat")
     add_sampling(sub)
     sub.add_argument("--save_to", type=Path, metavar="FILE", help="write prompts and texts as jsonl")
@@ -335,7 +339,12 @@ def text(options: argparse.Namespace) -> list[str]:
     lora = lora_source(options.lora) if options.lora else None
     template = read_template(options, tokenizer, folder, lora)
     settings = replace(sampling_settings(options), stop_tokens=(*tokenizer.stop_tokens, *template.ends, *ends))
-    given = [template.prompt(options.system or "", [], prompt) for prompt in prompts]
+    if isinstance(template, ChatTemplate):
+        first = [Message("system", options.system)] if options.system else []
+        tools = read_tools({"tools": read_text(options.tools)}, options.tools) if options.tools else ()
+        given = [template.prompt_tokens([*first, Message("user", prompt)], tools) for prompt in prompts]
+    else:
+        given = [template.prompt("", [], prompt) for prompt in prompts]
     model = load_language_model(folder, options.dtype, options.fp8_scaled)
     if lora is not None:
         put_lora_on(model, lora.path, lora.ratio)
@@ -358,7 +367,7 @@ def read_template(
 ) -> PromptTemplate:
     """Return the template of --chat: as asked, as the LoRA was trained with, or what fits; of text without --chat."""
     if not options.chat:
-        for name in ("chat_template", "chat_template_args"):
+        for name in ("chat_template", "chat_template_args", "tools"):
             if getattr(options, name):
                 raise UserError(f"--{name}: has no effect without --chat; add it")
         return TextTemplate(tokenizer)
