@@ -111,9 +111,9 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
         report = merge_loras(*given, options.transformer_only)
     for note in report.notes:
         print(f"note: {note}")
-    template = template_of(options.lora[0].path)[0] if targets.own_names else None
-    if template not in (None, "tokenizer") and options.save_to.is_dir():
-        file = write_jinja_template(template, options.save_to)
+    template, arguments = template_of(options.lora[0].path) if targets.own_names else (None, {})
+    if template is not None and (arguments or template != "tokenizer") and options.save_to.is_dir():
+        file = write_jinja_template(template, options.save_to, arguments)
         print(f"note: it was taught in the template that {file} tells other programs")
     changed = f"{report.changed} of {counted(report.written, 'tensor')} changed"
     return f"{options.save_to}: {changed} by {counted(len(options.lora), 'LoRA')}"

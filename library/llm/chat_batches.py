@@ -39,7 +39,7 @@ from torch import Tensor
 from library.data.batches import ALL, DataParallelRank, PlannedBatchSampler, TensorBatch
 from library.errors import UserError, did_you_mean, names_in_short
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text
-from library.llm.chat_targets import encode_chat
+from library.llm.chat_targets import THINKING, encode_chat
 from library.llm.chat_templates import ChatTemplate, Message
 from library.llm.documents import named_files, read_parquet, require_pyarrow
 from library.nn.cross_entropy import IGNORED
@@ -55,9 +55,10 @@ _ROLES = {
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("query", "response"))
 LISTS = ("messages", "conversations", "conversation")
 _ALPACA = ("instruction", "input", "output", "history")
-_MORE = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")  # templates read these
+_MORE = ("name", "tool_calls", "tool_call_id", *THINKING)  # templates read these
 _MESSAGE = ("role", "from", "content", "value", "weight", "train", "function_call", *_MORE)
 _TOOLS = ("tools", "functions")
+_SILENT = "an answer without text"
 _EMPTY: tuple[Any, ...] = (None, "", [], {})  # as tables have what a row lacks
 _SHAPES = "messages, conversations, instruction and output, or prompt and completion"
 _POOL = 50  # batches whose chats are sorted by length together: similar lengths, yet another order each epoch
@@ -121,16 +122,20 @@ def parse_chat(record: Any, where: str) -> Chat:
         raise UserError(f"{where}: the assistant says nothing to train on; remove the record")
     unread = [str(key) for key, value in record.items() if key not in read and value not in _EMPTY]
     unread += dict.fromkeys(f"message: {key}" for turn in turns for key in unread_keys(turn))
+    unread += [_SILENT] if any(m.role == "assistant" and not _says_something(m) for m, _ in messages) else []
     trained = tuple(is_trained for _, is_trained in messages)
     return Chat(tuple(message for message, _ in messages), trained, where, tuple(unread), tools)
 
 
 def note_unread(chats: Sequence[Chat]) -> list[str]:
-    """Return a note on the keys of records and messages that nothing reads, if there are any."""
+    """Return a note on the keys of records and messages that nothing reads, and on empty answers, if there are any."""
     counts = Counter(key for chat in chats for key in chat.unread)
-    known = (*LISTS, *_ALPACA, *_TOOLS, "system", *chain(*_PAIRS), *(f"message: {key}" for key in _MESSAGE))
-    said = [f"{key!r} ({n} of {len(chats)}){did_you_mean(key, known)}" for key, n in counts.items()]
-    return [f"note: keys that are not trained on: {names_in_short(said, 20)}"] if said else []
+    known = (_SILENT, *LISTS, *_ALPACA, *_TOOLS, "system", *chain(*_PAIRS), *_MESSAGE)
+    said = []
+    for key, count in counts.items():
+        name = key.removeprefix("message: ")
+        said.append(f"{key!r} ({count} of {len(chats)}){'' if name in known else did_you_mean(name, known)}")
+    return [f"note: not trained on: {names_in_short(said, 20)}"] if said else []
 
 
 def alpaca_turns(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -184,11 +189,15 @@ def read_message(turn: Any, where: str) -> tuple[Message, bool]:
     if calls:
         more["tool_calls"] = _calls(calls, where)
         content = None if calls is content else content
-    if not (isinstance(content, str) or (content is None and (calls or "reasoning_content" in more))):
+    message = Message(role, content, more)
+    if not (isinstance(content, str) or (content is None and _says_something(message))):
         raise UserError(f"{where}: a message of {name} holds no text; only text can be trained on, remove the record")
     counts = 0 not in (turn.get("weight", 1), turn.get("train", 1))
-    says = bool((content or "").strip() or more.get("tool_calls"))
-    return Message(role, content, more), role == "assistant" and says and counts
+    return message, role == "assistant" and _says_something(message) and counts
+
+
+def _says_something(message: Message) -> bool:
+    return bool((message.content or "").strip() or any(message.more.get(key) for key in ("tool_calls", *THINKING)))
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
@@ -207,7 +216,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 def read_tools(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
     """Return the functions that may be called in a record; raises a UserError that begins with ``where``."""
-    tools: Any = _from_json(next((record[key] for key in _TOOLS if record.get(key) not in _EMPTY), []), where)
+    tools: Any = _from_json(next((record[key] for key in _TOOLS if record.get(key) not in _EMPTY), []), where) or []
     if not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         raise UserError(f"{where}: tools are no list of JSON schemas; write OpenAI's tools")
     return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)

@@ -29,7 +29,7 @@ from library.errors import UserError
 from library.llm.chat_templates import ChatTemplate, Message, common, plain
 
 _PROBE = "\ufdd1"  # no character: stands for an answer that is looked for
-_THINKING = ("reasoning_content", "thinking", "reasoning")  # transformers' names for it, in its order
+THINKING = ("reasoning_content", "thinking", "reasoning")  # transformers' names for it, in its order
 
 Span = tuple[int, int]
 Tools = Sequence[Mapping[str, Any]]
@@ -207,7 +207,7 @@ def _differing(text: str, other: str) -> str:
 def _thinking_of(message: Message) -> tuple[str, str]:
     """Return what an answer thinks, in a key of its own or between marks in its text, and what it says."""
     content = message.content or ""
-    if apart := next((message.more[key] for key in _THINKING if message.more.get(key)), None):
+    if apart := next((message.more[key] for key in THINKING if message.more.get(key)), None):
         return str(apart).strip(), content.strip()
     before, _, behind = content.rpartition("</think>")
     return before.rpartition("<think>")[2].strip(), behind.strip()

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 from library.errors import UserError
 from library.files import read_json, read_text, write_text
 from library.gguf_header import gguf_file
-from library.llm.tokenizer_files import read_gguf_template
+from library.llm.tokenizer_files import read_gguf_templates
 from library.llm.tokenizers import Tokenizer
 
 JINJA_FILE = "chat_template.jinja"
@@ -50,6 +50,7 @@ _BREAK = "\ufdd0"  # no character: put into special tokens' names in messages, a
 _BREAKS = re.compile(rf"{_BREAK}|\\ufdd0")  # as it is, and as JSON and Python may write it
 _PROBE = "\ufdd1"  # no character: a message whose place in the rendered text is looked for
 _NOTHING: Mapping[str, Any] = {}
+_NOT_ARGUMENTS = {"messages", "tools", "conversations", "chat_template", "add_generation_prompt"}
 
 
 class Message(NamedTuple):
@@ -201,6 +202,8 @@ class ChatTemplate(PromptTemplate):
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        if taken := sorted(_NOT_ARGUMENTS & self.arguments.keys()):
+            raise UserError(f"chat_template_args: {taken[0]} is set by Tandem itself; remove it")
         source = self.sources["tool_use" if tools and "tool_use" in self.sources else "default"]
         is_marked = _GENERATION.search(source) is not None
         try:
@@ -491,8 +494,7 @@ def jinja_sources(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     The one that is always used is called "default"; there may be another one for chats with tools ("tool_use").
     """
     if (gguf := gguf_file(folder)) is not None and not (gguf.parent / JINJA_FILE).is_file():
-        source, names = read_gguf_template(gguf)
-        return {"default": source} if source else {}, names
+        return read_gguf_templates(gguf)
     folder = folder if folder.is_dir() else folder.parent
     values: dict[str, Any] = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
@@ -500,7 +502,9 @@ def jinja_sources(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     source = values.get("chat_template")
     if (file := folder / "chat_template.json").is_file():  # beside processors of images
         source = read_json(file).get("chat_template", source)
-    sources = {each["name"]: each["template"] for each in source} if isinstance(source, list) else {"default": source}
+    if isinstance(source, list):
+        source = {each["name"]: each["template"] for each in source}
+    sources = source if isinstance(source, dict) else {"default": source}
     if (file := folder / JINJA_FILE).is_file():
         sources = {"default": read_text(file)}
         sources |= {file.stem: read_text(file) for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
@@ -511,13 +515,23 @@ def jinja_sources(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     return (usable if usable.get("default") else {}), names
 
 
-def write_jinja_template(stored: str, folder: Path) -> Path:
+def write_jinja_template(stored: str, folder: Path, arguments: Mapping[str, Any] = _NOTHING) -> Path:
     """Write a template into a model's folder, in place of one that is there; return its file.
 
     Args:
-        stored: as a LoRA stores it: the name of a built-in one, or a Jinja text.
+        stored: as a LoRA stores it: the name of a built-in one, "tokenizer" for the folder's own, or a Jinja text.
         folder: the model's.
+        arguments: what the template was given.
     """
     path = folder / JINJA_FILE
-    write_text(path, _source(stored) if stored in BUILT_IN else stored)
+    source = _source(stored) if stored in BUILT_IN else stored
+    if stored == "tokenizer":
+        source = jinja_sources(folder)[0].get("default", "")
+    write_text(path, with_arguments(source, arguments))
     return path
+
+
+def with_arguments(source: str, arguments: Mapping[str, Any]) -> str:
+    """Return ``source`` with ``arguments`` as its own values, for programs that give it none."""
+    values = (f"{{%- set {name} = {name} if {name} is defined else {value!r} %}}" for name, value in arguments.items())
+    return "".join([*values, source])

@@ -206,11 +206,15 @@ def _vocabulary(tokenizer: Tokenizer) -> tuple[dict[int, tuple[str, int, float]]
     return entries, None if by_scores else merges
 
 
-def read_gguf_template(file: Path) -> tuple[str | None, dict[str, str]]:
-    """Return the chat template in ``file``, if any, and the special tokens that it may name (``bos_token``)."""
-    metadata = read_gguf_metadata(file)
-    source = metadata.get("tokenizer.chat_template")
-    return source if isinstance(source, str) else None, _named(metadata)
+def read_gguf_templates(file: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the chat templates in ``file`` by name, and the special tokens that they may name (``bos_token``).
+
+    The one that is always used is called "default"; llama.cpp writes another one for tools as "tool_use".
+    """
+    metadata, key = read_gguf_metadata(file), "tokenizer.chat_template"
+    source, with_tools = metadata.get(key), metadata.get(f"{key}.tool_use")
+    tool_use = {"tool_use": with_tools} if isinstance(with_tools, str) else {}
+    return {"default": source} | tool_use if isinstance(source, str) else {}, _named(metadata)
 
 
 def _named(metadata: dict[str, Any]) -> dict[str, str]:

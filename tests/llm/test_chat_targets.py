@@ -7,6 +7,7 @@ has to write there: ``SAYS`` has it for each template, written by hand.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,15 @@ from transformers import PreTrainedTokenizerFast
 
 from library.errors import UserError
 from library.llm import chat_templates
-from library.llm.chat_batches import parse_chat, tokenise_chats
+from library.llm.chat_batches import note_unread, parse_chat, tokenise_chats
 from library.llm.chat_targets import encode_chat
-from library.llm.chat_templates import ChatTemplate, Message, load_chat_template, template_arguments
+from library.llm.chat_templates import (
+    ChatTemplate,
+    Message,
+    load_chat_template,
+    template_arguments,
+    write_jinja_template,
+)
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import train_bpe
 from tests.llm.talkers import fields
@@ -269,6 +276,21 @@ def test_arguments_reach_the_template(folder: Path) -> None:
     assert template.tokenizer.decode(template.prompt_tokens([Message("user", "a")])) == "a quickhighnow"
     with pytest.raises(UserError, match="chat_template_args: 'thinking' is no name=value"):
         template_arguments(["thinking"])
+    with pytest.raises(UserError, match="^chat_template_args: tools is set by Tandem itself; remove it"):
+        load(folder, source, "tools=[]").prompt_tokens([Message("user", "a")])
+
+
+def test_a_written_template_has_the_arguments_that_it_was_trained_with(folder: Path, tmp_path: Path) -> None:
+    source = "{% for m in messages %}{{ m.content }} {{ think }} {{ level }}{% endfor %}"
+    arguments = {"think": False, "level": ["it's", 'a "b"\n', None]}
+    shutil.copytree(folder, tmp_path / "model")
+    write_jinja_template(source, tmp_path / "model")
+    write_jinja_template("tokenizer", tmp_path / "model", arguments)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
+    messages = [{"role": "user", "content": "a"}]
+    expected = load_chat_template(source, load_tokenizer(folder), folder, arguments).render([Message("user", "a")])[0]
+    assert theirs.apply_chat_template(messages, tokenize=False) == expected
+    assert theirs.apply_chat_template(messages, tokenize=False, think=True) == expected.replace("False", "True")
 
 
 def test_thinking_marks_that_are_special_tokens_are_tokens_in_an_answer_alone(folder: Path) -> None:
@@ -326,6 +348,14 @@ def test_calls_and_tools_are_the_same_in_every_form(folder: Path, form: str) -> 
 def test_calls_and_tools_that_cannot_be_read_are_named(record: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=rf"^file:7: .*{reason}"):
         parse_chat(record, "file:7")
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_an_answer_that_only_thinks_is_trained_and_one_that_says_nothing_is_named(key: str) -> None:
+    answers = [{"role": "assistant", key: "well"}, {"role": "assistant", "content": " \n"}]
+    chat = parse_chat({"messages": answers, "tools": "null", "prompt": "x"}, "x")
+    assert chat.trained == (True, False)
+    assert note_unread([chat]) == ["note: not trained on: 'prompt' (1 of 1), 'an answer without text' (1 of 1)"]
 
 
 @pytest.mark.parametrize(("key", "value"), [("weight", 0), ("train", False)])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from library.config.markers import resume_keys
-from library.llm.chat_templates import JINJA_FILE
+from library.llm.chat_templates import JINJA_FILE, with_arguments
 from library.llm.conversion import read_generation_config, read_text_files, with_ends
 from library.models.hub import find_model
 from library.models.llm.files import open_lm
@@ -35,8 +35,9 @@ class ChatTuning(ChatTask, Pretraining):
         tokenizer = Path(config.model.tokenizer or folder).expanduser()
         self._open_chats(config.chat, tokenizer)
         self.text_files, self.generation_config = read_text_files(tokenizer), read_generation_config(folder)
-        if self.template.name != "tokenizer":
-            self.text_files[JINJA_FILE] = self.template.sources["default"].encode()
+        if self.template.name != "tokenizer" or self.template.arguments:
+            source = with_arguments(self.template.sources["default"], self.template.arguments)
+            self.text_files[JINJA_FILE] = source.encode()
         self.resume_keys = {**resume_keys(config), "train_batch_size": config.data.train_batch_size}
 
     def _load_model(self) -> TransformerLM:

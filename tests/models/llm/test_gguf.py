@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from library.config.model_types import LANGUAGE_MODEL_KINDS
 from library.errors import UserError
 from library.gguf_header import has_language_model
-from library.llm.tokenizer_files import read_gguf_template, read_gguf_tokenizer
+from library.llm.tokenizer_files import read_gguf_templates, read_gguf_tokenizer
 from library.models.llm.files import TransformersFiles, load_lm, open_lm
 from library.models.llm.model import JoinedLinear, separate_projections
 from library.models.llm.spec import KINDS
@@ -226,7 +226,7 @@ def test_a_value_of_any_type_is_taken_or_refused_in_a_line(
             monkeypatch.setattr(gguf.GGUFWriter, "add_uint32", gguf.GGUFWriter.add_int32)
         path = tmp_path / "m.gguf"
         write_model(path, theirs, "F32", {"general.architecture": "llama"} | usual | {key: value})
-        for read in (open_lm, read_gguf_tokenizer, read_gguf_template, has_language_model):
+        for read in (open_lm, read_gguf_tokenizer, read_gguf_templates, has_language_model):
             harmless(read, path)
 
 
