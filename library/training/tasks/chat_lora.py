@@ -273,8 +273,8 @@ def _describe(
     if packing:
         remarks.append(f"packed into {len(windows):,} windows, {tokens / (len(windows) * max_length):.0%} full")
     if read.left_out:
-        named = ", ".join(f"{what} ({count})" for what, count in read.left_out.items())
-        remarks.append(f"note: the chat template leaves out, of so many conversations: {named}")
+        named = ", ".join(f"{what} ({counted(n, 'conversation')})" for what, n in read.left_out.items())
+        remarks.append(f"note: the chat template leaves out {named}")
     if read.cut:
         remarks.append(f"note: {read.cut} conversations are longer than {max_length} tokens and lose their end")
     if read.dropped:
