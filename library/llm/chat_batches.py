@@ -8,7 +8,7 @@ A record's shape is told by its keys; files are ``.jsonl`` (one a line), ``.json
     conversations (ShareGPT)   {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}
     instruction (Alpaca)       {"instruction": ..., "input": ..., "output": ...}; "system" and "history" are taken too
     prompt and completion      {"prompt": ..., "completion": ...}; or prompt/response, question/answer, query/response;
-                               both may be lists of messages
+                               both may be lists of messages; the prompt's are context, as in TRL
 
 A message with ``"weight": 0`` (OpenAI's) or ``"train": false`` (axolotl's) is context and not trained on. ``tools``
 belong to a record, ``tool_calls`` and ``reasoning_content`` to a message; ``function_call`` and ``functions`` are older
@@ -110,7 +110,9 @@ def parse_chat(record: Any, where: str) -> Chat:
         turns, read = alpaca_turns(record, where), [*_ALPACA]
     elif pairs:
         read = [*pairs[0]]
-        turns = [*as_turns(record[read[0]], "user"), *as_turns(record[read[1]], "assistant")]
+        asked = as_turns(record[read[0]], "user")
+        asked = [{**turn, "train": False} if isinstance(turn, Mapping) else turn for turn in asked]
+        turns = [*asked, *as_turns(record[read[1]], "assistant")]
     else:
         keys = ", ".join(map(str, record)) or "no keys"
         raise UserError(f"{where}: has {keys}, which is no known shape; a record has {_SHAPES}")

@@ -243,7 +243,7 @@ def test_all_shapes_and_files_give_the_same_conversation(tmp_path: Path, shape: 
         file.write_text(json.dumps(SHAPES[shape] if suffix == ".jsonl" else [SHAPES[shape]]) + "\n")
     (chat,) = read_chats([tmp_path])
     assert list(chat.messages) == CONVERSATION
-    assert chat.trained == (False, False, True, False, True)
+    assert chat.trained == (False, False, shape != "prompt", False, True)  # a prompt is context
     assert chat.where == f"{file}:1"
 
 
