@@ -115,7 +115,8 @@ def write_gguf(
         raise UserError(f"{save_to}: exists; choose another --save_to")
     if kind not in _FILE_TYPES:
         raise UserError(f"{files.path}: weights in {kind} are not written as GGUF; choose a --save_precision")
-    metadata = gguf_metadata(files.config) | _gguf_tokenizer(tokenizer or files.path, files.config)
+    said, left = _gguf_tokenizer(tokenizer or files.path, files.config)
+    metadata = gguf_metadata(files.config) | said
     metadata |= {"general.type": "model", "general.name": save_to.stem, "general.file_type": _FILE_TYPES[kind]}
     metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     divisors, kinds = gguf_divisors(files.config), dict[str, GGMLType]()
@@ -141,12 +142,17 @@ def write_gguf(
             numbers = gguf_tensor(name, weight, files.config).contiguous().numpy()
             writer.write_tensor_data(gguf.quants.quantize(numbers, kind_of_tensor))
             progress(done, len(kinds))
-    halves = kind == "Q8_0" and list(kinds.values()).count(GGMLType.F16)
-    return f"{halves} matrices are in fp16, for their rows are no whole blocks of 32" if halves else ""
+    remarks = [f"GGUF has no key for the further end tokens {', '.join(map(str, left))}"] if left else []
+    if halves := kind == "Q8_0" and list(kinds.values()).count(GGMLType.F16):
+        remarks.append(f"{halves} matrices are in fp16, for their rows are no whole blocks of 32")
+    return "; ".join(remarks)
 
 
-def _gguf_tokenizer(source: Path, config: LMConfig) -> dict[str, Any]:
-    """Return the metadata that hold the tokenizer and chat template in ``source``, and the ends of ``config``."""
+def _gguf_tokenizer(source: Path, config: LMConfig) -> tuple[dict[str, Any], list[int]]:
+    """Return the metadata that hold the tokenizer and chat template in ``source``, and the ends of ``config``.
+
+    Also return the ends that GGUF has no key for.
+    """
     tokenizer, (templates, names) = load_tokenizer(source), jinja_sources(source)
     said = gguf_tokenizer(tokenizer, config.vocab_size, source)
     tokens, config = said["tokenizer.ggml.tokens"], with_ends(config, tokenizer)
@@ -162,12 +168,12 @@ def _gguf_tokenizer(source: Path, config: LMConfig) -> dict[str, Any]:
         "tokenizer.ggml.add_eos_token": bool(tokenizer.ends),
     }
     keys = {name: "" if name == "default" else f".{name}" for name in templates}
-    return said | {f"tokenizer.chat_template{keys[name]}": text for name, text in templates.items()}
+    said |= {f"tokenizer.chat_template{keys[name]}": text for name, text in templates.items()}
+    return said, [*ends][len(GGUF_ENDS) :]
 
 
 _GENERATION = "generation_config.json"
 _SETTINGS = "tokenizer_config.json"
-_THEIR_NAMES = {"vocab.bpe": "merges.txt", "encoder.json": "vocab.json"}  # OpenAI's -> transformers', the same content
 _BESIDE_VOCABULARY = (_SETTINGS, "special_tokens_map.json", JINJA_FILE, "additional_chat_templates/*.jinja")
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 
@@ -182,7 +188,7 @@ def read_text_files(source: Path) -> dict[str, bytes]:
     """
     with tempfile.TemporaryDirectory() as made:
         load_tokenizer(source).save(made)
-        found = {_THEIR_NAMES.get(file.name, file.name): file.read_bytes() for file in Path(made).iterdir()}
+        found = {file.name: file.read_bytes() for file in Path(made).iterdir()}
     if gguf_file(source) is None:
         folder, vocabulary = (source, _VOCABULARY) if source.is_dir() else (source.parent, tuple[str, ...]())
         for pattern in (*_BESIDE_VOCABULARY, *vocabulary):

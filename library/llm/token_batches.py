@@ -215,7 +215,7 @@ def _start_worker(tokenizer_folder: Path) -> None:
 
 
 def _tokenise(texts: list[str]) -> list[np.ndarray]:
-    return [np.asarray(_worker.encode(text), dtype=np.uint32) for text in texts]
+    return [np.asarray(tokens, dtype=np.uint32) for tokens in _worker.encode_all(texts)]
 
 
 def _spoilt(file: Path, why: str) -> UserError:

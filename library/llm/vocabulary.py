@@ -1,10 +1,9 @@
 """More tokens for a language model: its tokenizer finds them, its embedding and head have rows for them.
 
-Every tokenizer becomes a ``tokenizer.json``, of which transformers and Tandem read the same: tiktoken's and
-SentencePiece's files are converted, and refused if the result splits a text otherwise. A new token is an added token of
-the ``tokenizers`` package: found anywhere in a text before it is split, of several the longest. Two decoders would not
-give its text back, and get a rule: ``ByteLevel`` takes a token that is spelled in letters such as e-acute for bytes,
-and after a normaliser that puts a blank before every piece (Llama 2) a word is found together with its blank.
+A new token is an added token of the ``tokenizers`` package: found anywhere in a text before it is split, of several the
+longest. Two decoders would not give its text back, and get a rule: ``ByteLevel`` takes a token that is spelled in
+letters such as e-acute for bytes, and after a normaliser that puts a blank before every piece (Llama 2) a word is found
+together with its blank.
 
 New rows are filled from old ones. The default: a word begins as the mean of the tokens that it was split into, which
 the model knows how to read; the name of a special token means nothing to the model, so that one begins as the mean of
@@ -31,17 +30,13 @@ from library.files import read_json, write_text
 from library.llm.conversion import read_text_files, write_transformers
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import (
-    ADDED_TOKENS,
     TOKENIZER_CONFIG,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    TiktokenTokenizer,
     Tokenizer,
 )
 from library.models.llm.files import TransformersFiles, hf_names
 from library.safetensors_io import RowRange
 
-_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", ADDED_TOKENS)
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 _BLANK = "\u2581"  # SentencePiece's
 
 
@@ -83,7 +78,7 @@ def extend_model(
         UserError: a token cannot be added; the tokenizer cannot be read or converted; the folder exists.
     """
     source = tokenizer or model
-    ours = as_hugging_face(load_tokenizer(source))
+    ours = load_tokenizer(source)
     first, marks = ours.vocab_size, ours.special
     added = add_tokens(ours, plain, special)
     if not added.numbers and ours.special == marks:
@@ -96,7 +91,7 @@ def extend_model(
     return added
 
 
-def _write_tokenizer(ours: HuggingFaceTokenizer, source: Path, folder: Path) -> None:
+def _write_tokenizer(ours: Tokenizer, source: Path, folder: Path) -> None:
     """Write ``ours`` with the files beside ``source`` that do not hold the vocabulary."""
     ours.save(folder)
     settings = folder / TOKENIZER_CONFIG
@@ -110,30 +105,7 @@ def _write_tokenizer(ours: HuggingFaceTokenizer, source: Path, folder: Path) -> 
     write_text(settings, json.dumps(kept, indent=2) + "\n")
 
 
-def as_hugging_face(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
-    """Return ``tokenizer`` as one of the ``tokenizers`` package, which splits every text in the same way.
-
-    Raises:
-        UserError: it would not.
-    """
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer
-    assert isinstance(tokenizer, TiktokenTokenizer | SentencePieceTokenizer)
-    ours = HuggingFaceTokenizer(tokenizer.converted())
-    ours.bos, ours.eos = tokenizer.bos, tokenizer.eos
-    ours.put_ends(bool(tokenizer.begins), bool(tokenizer.ends))
-    ours.put_ends(bool(tokenizer.begins), bool(tokenizer.ends))
-    texts = [tokenizer.decode([number]) for number in range(tokenizer.vocab_size)]
-    for probe in ("\n".join([*texts, *map(chr, range(1, 0xD800, 61))]), "  ".join(texts)):
-        if ours.special != tokenizer.special or ours.encode(probe) != tokenizer.encode(probe):
-            raise UserError(
-                "the tokenizer would split some texts otherwise as a tokenizer.json; give the one that was published "
-                "with the model (--tokenizer)"
-            )
-    return ours
-
-
-def add_tokens(tokenizer: HuggingFaceTokenizer, plain: Sequence[str], special: Sequence[str] = ()) -> NewTokens:
+def add_tokens(tokenizer: Tokenizer, plain: Sequence[str], special: Sequence[str] = ()) -> NewTokens:
     """Add tokens to ``tokenizer`` in place; return what became of them.
 
     Raises:
@@ -182,7 +154,7 @@ def _spelled(inner: tokenizers.Tokenizer, token: str) -> str:
     return spelled.lstrip() if _puts_blanks_first(inner) else spelled
 
 
-def _mend_decoder(tokenizer: HuggingFaceTokenizer, numbers: Mapping[str, int], words: Sequence[str]) -> None:
+def _mend_decoder(tokenizer: Tokenizer, numbers: Mapping[str, int], words: Sequence[str]) -> None:
     """Let the decoder give back the text of new tokens, of which ``words`` are plain; see the module's text."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -199,7 +171,7 @@ def _mend_decoder(tokenizer: HuggingFaceTokenizer, numbers: Mapping[str, int], w
         inner.decoder = decoders.Sequence([*rules, inner.decoder])
 
 
-def _check(tokenizer: HuggingFaceTokenizer, added: NewTokens) -> None:
+def _check(tokenizer: Tokenizer, added: NewTokens) -> None:
     """Refuse new tokens that no text has, and note those that longer ones contain."""
     known = [token.content for token in tokenizer.inner.get_added_tokens_decoder().values()]
     together = "\n".join(known)

@@ -40,7 +40,7 @@ from library.errors import UserError, counted, names_in_short
 from library.processes import agreed, from_all_processes
 from library.training.checkpoint.metadata import without_folders
 
-_MODULES = {"torch", "accelerate", "transformers", "tokenizers", "sentencepiece", "tiktoken", "diffusers", "numpy"}
+_MODULES = {"torch", "accelerate", "transformers", "tokenizers", "sentencepiece", "diffusers", "numpy"}
 _MODULES |= {"pillow", "gguf", "deepspeed", "triton", *(row.module.partition(".")[0] for row in OPTIMIZERS.values())}
 _PACKAGES = sorted(PIP_NAMES.get(name, name) for name in _MODULES - {"library"})
 _BASE, _PART = "pretrained_model_name_or_path", "base model's "

@@ -18,7 +18,7 @@ from library.llm.chat_session import ChatSession
 from library.llm.chat_targets import encode_chat
 from library.llm.chat_templates import ChatTemplate, Message, PromptTemplate, Turn, built_in_template
 from library.llm.generation import SamplingSettings
-from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
+from library.llm.tokenizers import Tokenizer, train_bpe
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, gpt2, llama
@@ -156,7 +156,7 @@ def write_lora(model: Path, folder: Path, seed: int) -> Path:
 def _write(
     folder: Path,
     config: LMConfig,
-    tokenizer: HuggingFaceTokenizer,
+    tokenizer: Tokenizer,
     tokens: torch.Tensor,
     targets: torch.Tensor,
     steps: int,

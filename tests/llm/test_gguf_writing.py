@@ -22,11 +22,12 @@ from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import train_bpe
 from library.models.llm.files import TransformersFiles, load_lm, open_lm
 from tests.llm.test_tokenizers import GGUF_TEXT, MARKS, TEXT, gpt2_bpe, llama3_file, published, sentencepiece_model
-from tests.models.llm.lms import ARCHITECTURES, VOCABULARY, neighbours, reference, relative, tokens
+from tests.models.llm.lms import ARCHITECTURES, SIZES, VOCABULARY, neighbours, reference, relative, tokens
 from tests.runs import printed
 from tools import convert_llm, evaluate_llm
 
 TEXTS = (GGUF_TEXT, GGUF_TEXT[::-1], *TEXT, "", "  ", "<|im_start|>x <|endoftext|>")
+_LLAMA31 = SIZES["llama3.1"]["rope_parameters"]
 # llama.cpp has SmolLM 3's interval in its code
 CHANGES = {"smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 5}}
 NAMES = ["llama2", "llama3.1", "llama3.2", "linear", "yarn", "biases", "mistral", "mistral without a window"]
@@ -213,6 +214,11 @@ def test_what_gguf_has_no_word_for_is_refused_in_a_line(tmp_path: Path) -> None:
         ("gpt2", {}, "a gpt2 is not written as GGUF, llama, qwen2, qwen3, smollm3 are; write a folder"),
         ("smollm3 by list", {}, "no_rope_layers: GGUF has no key for them, every fourth is left out there"),
         ("yarn in detail", {}, "rope_scaling: GGUF has no key for truncate = false"),
+        (
+            "qwen3",
+            {"sizes": {"rope_parameters": _LLAMA31}},
+            "rope_scaling: llama.cpp does not read llama3 in kind qwen3",
+        ),
         ("llama3", {"vocab": 50}, r"3\d\d tokens, the model has 131; take its own --tokenizer"),
         ("llama3", {"large": True}, "model.embed_tokens.weight exceeds fp16's 65504; choose another --save_precision"),
     ],
@@ -220,7 +226,7 @@ def test_what_gguf_has_no_word_for_is_refused_in_a_line(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_is_refused_and_nothing_is_left(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    model = reference(name)
+    model = reference(name, **changes.get("sizes", {}))
     if "large" in changes:
         model.get_input_embeddings().weight.data[3, 2] = 1e5
     model.save_pretrained(tmp_path / "folder")

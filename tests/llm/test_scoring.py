@@ -26,7 +26,7 @@ from library.llm.evaluation import (
 )
 from library.llm.token_batches import TokenShards
 from library.llm.tokenizer_files import load_tokenizer
-from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
+from library.llm.tokenizers import Tokenizer, train_bpe
 from library.models.llm.files import load_lm
 from library.models.llm.model import TransformerLM
 from tools.prepare_text import parser, prepare
@@ -42,7 +42,7 @@ MARKS = {"gpt2": ("<|endoftext|>",), "llama": ("<|begin_of_text|>", "<|end_of_te
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[TransformerLM, PreTrainedModel, HuggingFaceTokenizer]:
+) -> tuple[TransformerLM, PreTrainedModel, Tokenizer]:
     """Ours, transformers' with the same random weights, and a tokenizer."""
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer = train_bpe(TEXTS, 300, MARKS[request.param])

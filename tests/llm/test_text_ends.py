@@ -21,7 +21,6 @@ from transformers import AutoTokenizer
 from library.llm.evaluation import shard_documents
 from library.llm.token_batches import TokenShards
 from library.llm.tokenizer_files import load_tokenizer
-from library.llm.vocabulary import as_hugging_face
 from tools.prepare_text import parser, prepare
 
 TEXTS = ["the cat sat on the mat", "One day, 12 dogs ran: größer!", ""]
@@ -163,7 +162,6 @@ def test_a_sentencepiece_model_is_read_with_its_settings(tmp_path: Path) -> None
     model = sentencepiece_model(tmp_path)  # alone, as Meta published it: bos=True in llama/generation.py
     theirs, ours = sentencepiece.SentencePieceProcessor(model_proto=model), load_tokenizer(tmp_path)
     assert ours.encode_whole("the cat") == [1, *theirs.encode("the cat")]
-    assert as_hugging_face(ours).encode_whole("the cat") == ours.encode_whole("the cat")
 
 
 def test_gpt2_files_are_read_with_their_settings(tmp_path: Path) -> None:
@@ -288,3 +286,24 @@ def test_a_corpus_holds_transformers_tokens_and_gives_the_texts_back(single: lis
         whole = [token for document in documents for token in [*document.tokens, *last]]
         assert shards.read(0, shards.tokens).tolist() == whole
     assert sorted(found) == sorted(texts)
+
+
+@pytest.mark.parametrize("said", [{}, {"legacy": True}, {"legacy": False}, {"add_prefix_space": False}])
+def test_a_sentencepiece_model_of_llamas_class_has_transformers_blanks(said: dict[str, bool], tmp_path: Path) -> None:
+    sentencepiece_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **said}))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    ours.save(tmp_path / "saved")
+    for text in (" the cat", "<s>the cat</s> sat", "<s> the</s>", "  ", "\n the", "größer 日本"):
+        tokens = ours.encode(text, special=True)
+        assert tokens == theirs.encode(text, add_special_tokens=False), text
+        assert tokens == load_tokenizer(tmp_path / "saved").encode(text, special=True), text
+        assert ours.decode(tokens) == theirs.decode(tokens), text
+
+
+def test_a_state_of_an_earlier_version_knows_its_sentencepiece_model(tmp_path: Path) -> None:
+    pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *((f"<0x{byte:02X}>", 6) for byte in range(256)), ("▁a", 1)]
+    pieces += [("▁", 1), ("a", 1)]
+    arrays = {"scores": [0.0] * len(pieces), "token_type": [kind for _, kind in pieces]}
+    file = write_gguf(tmp_path / "m.gguf", tmp_path, "llama", [piece for piece, _ in pieces], **arrays)
+    assert load_tokenizer(file).fingerprint(blank=" ") == "bb709ee51761de7097b38657e0677c8a"

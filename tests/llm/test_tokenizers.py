@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import sentencepiece
+import tiktoken
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
@@ -20,7 +21,7 @@ from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 from library.errors import UserError
 from library.llm.chat_templates import Message, built_in_template, load_chat_template, load_prompt_template
 from library.llm.tokenizer_files import load_tokenizer
-from library.llm.tokenizers import IncrementalDecoder, Tokenizer, train_bpe
+from library.llm.tokenizers import LLAMA3_PATTERN, IncrementalDecoder, Tokenizer, train_bpe
 
 TEXT = [
     "The quick brown fox doesn't jump over 12345 lazy dogs; it's asleep.\n\n  Indented   code: x = y ** 2\t# why?\r\n",
@@ -99,8 +100,12 @@ def llama3_file(folder: Path) -> tokenizers.Tokenizer:
 def test_a_llama3_file_gives_the_tokens_of_the_tokenizers_package(tmp_path: Path) -> None:
     theirs = llama3_file(tmp_path)
     ours = load_tokenizer(tmp_path / "tokenizer.model")
+    ranks = {token: rank for rank, token in enumerate(tiktoken_ranks(theirs))}
+    metas = tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
     for text in TEXT:
-        assert ours.encode(text) == theirs.encode(text).ids
+        assert ours.encode(text) == theirs.encode(text).ids == metas.encode(text, disallowed_special=())
+    assert ours.encode_all(TEXT) == [ours.encode(text) for text in TEXT]
+    for text in TEXT:
         assert ours.decode(ours.encode(text)) == text
     # the numbers of Llama 3 less the 128000 tokens before them
     numbers = {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|start_header_id|>": 6, "<|eot_id|>": 9}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from library.errors import UserError
 from library.llm.tokenizer_files import load_tokenizer
-from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
+from library.llm.tokenizers import Tokenizer, train_bpe
 from library.llm.vocabulary import add_tokens
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
@@ -99,7 +99,7 @@ def test_what_was_published_beside_it_is_kept(source: str, published: Path, tmp_
     assert torch.equal(rows[-1], rows[-2])
 
 
-def bpe(normalizer: normalizers.Normalizer | None = None) -> HuggingFaceTokenizer:
+def bpe(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
     tokenizer = train_bpe([text for text in TEXT for _ in range(3)], 330)
     tokenizer.inner.normalizer = normalizer
     return tokenizer

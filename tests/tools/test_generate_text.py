@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from library.errors import UserError
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizer_files import load_tokenizer
-from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
+from library.llm.tokenizers import Tokenizer, train_bpe
 from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import llama
@@ -27,7 +27,7 @@ MARKS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_h
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with Llama 3's marks in its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer: HuggingFaceTokenizer = train_bpe(["the cat sat on the mat"] * 9, 290, MARKS)
+    tokenizer: Tokenizer = train_bpe(["the cat sat on the mat"] * 9, 290, MARKS)
     tokenizer.save(folder)
     model = TransformerLM(llama(32, 2, 4, 2, 64, tokenizer.vocab_size, 64))
     export_hf(model.initialise(torch.Generator().manual_seed(0)), folder)

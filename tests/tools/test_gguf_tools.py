@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from library.llm.tokenizer_files import load_tokenizer
-from library.llm.tokenizers import HuggingFaceTokenizer
 from library.models.llm.files import load_lm
 from tests.chat_runs import run
 from tests.llm.talkers import PAIRS, write_chat_model, write_lora
@@ -38,7 +37,6 @@ def convert(models: Path, save_to: Path) -> None:
 def in_gguf(folder: Path, path: Path, kind: str = "Q8_0", changes: Mapping[str, Any] = MappingProxyType({})) -> Path:
     """Write the chat model in ``folder`` as GGUF, its tokenizer too; ``changes`` are further metadata."""
     tokenizer = load_tokenizer(folder)
-    assert isinstance(tokenizer, HuggingFaceTokenizer)
     said = json.loads(tokenizer.inner.to_str())
     numbers = tokenizer.inner.get_vocab(with_added_tokens=True)
     tokens = sorted(numbers, key=numbers.__getitem__)

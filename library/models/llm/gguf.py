@@ -161,6 +161,8 @@ def gguf_metadata(config: LMConfig) -> dict[str, Any]:
     said |= {"attention.sliding_window": config.window} if config.window else {}
     scaling = config.rope_scaling
     if isinstance(scaling, Llama31Scaling):
+        if kind != "llama":
+            raise UserError(f"rope_scaling: llama.cpp does not read llama3 in kind {kind}; write a folder")
         said["rope.scaling.original_context_length"] = scaling.original_context
     elif scaling is not None:
         said["rope.scaling.type"] = "linear" if isinstance(scaling, LinearScaling) else "yarn"

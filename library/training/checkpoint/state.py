@@ -48,7 +48,8 @@ from library.safetensors_io import write_safetensors
 from library.training.checkpoint.saving import fallback_folder
 
 WEIGHTS, POSITION, INPUTS = "weights.safetensors", "position.json", "inputs"
-AUTO, TOKENIZER = "auto", "tokenizer"  # a setting of pretraining's states: its fingerprint
+AUTO = "auto"
+TOKENIZER, EARLIER = "tokenizer", "tokenizer of earlier versions"  # settings of pretraining's states: fingerprints
 _OF_ANOTHER_VERSION = (
     "is incomplete or of another version of Tandem ({}); resume it with the version that wrote it, or start a new run "
     "from its LoRA or model (network_weights, init_from)"
@@ -144,6 +145,8 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"resume: {folder} {_OF_ANOTHER_VERSION.format(f'{POSITION} does not fit: {error}')}") from None
     saved_settings |= {key: part(saved_settings[key]) for key, part in LASTING_PARTS.items() if key in saved_settings}
+    if saved_settings.get(TOKENIZER) == settings.get(EARLIER, ""):
+        saved_settings[TOKENIZER] = settings[TOKENIZER]
     differing = sorted(key for key, value in settings.items() if saved_settings.get(key, value) != value)
     if TOKENIZER in differing:
         raise UserError(

@@ -42,7 +42,7 @@ from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, fourth_blocks, preset
 from library.randomness import generator
 from library.training.checkpoint.output_folder import SETTINGS, describe_settings
-from library.training.checkpoint.state import TOKENIZER, Position, load_training_state, start_position
+from library.training.checkpoint.state import EARLIER, TOKENIZER, Position, load_training_state, start_position
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.factory import (
     build_optimizer,
@@ -114,7 +114,8 @@ class Pretraining(Task):
         self.shards = TokenShards(self.corpus, "train")
         self.tokenizer = load_tokenizer(self.corpus)
         self._read_published()
-        self.resume_keys = resume_keys(config) | {TOKENIZER: self.tokenizer.fingerprint()}
+        prints = {TOKENIZER: self.tokenizer.fingerprint(), EARLIER: self.tokenizer.fingerprint(blank=" ")}
+        self.resume_keys = resume_keys(config) | prints
         if prompts := config.sampling.sample_prompts:
             self.sampler = TextSampler(
                 config.sampling, [self.tokenizer.encode_prompt(prompt) for prompt in prompts],
