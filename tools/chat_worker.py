@@ -47,7 +47,7 @@ from networks.network import AdapterNetwork
 from tools.command import load_language_model
 
 Request = dict[str, Any]
-_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}  # how the page's form and OpenAI's API write "off"
+_OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}  # how the page's form and clients of the API write "off"
 
 
 class LoadedModel:
@@ -60,14 +60,13 @@ class LoadedModel:
     """
 
     model: TransformerLM
+    lora_path: str | None
     conversation: ChatSession
     _template: PromptTemplate  # the model's own, without a LoRA
 
     def __init__(self) -> None:
         self.model_path, self.lora_path, self.strength = "", None, 1.0
         self._network: AdapterNetwork | None = None
-
-    lora_path: str | None
 
     def use(self, model: str, lora: str | None, strength: float) -> ChatSession:
         """Load what is not in memory yet; return the conversation. Changing the LoRA does not reload the model.
@@ -100,11 +99,6 @@ class LoadedModel:
         folder = Path(path)
         config = open_lm(folder)[0]
         tokenizer = load_tokenizer(folder)
-        if tokenizer.vocab_size > config.vocab_size:
-            raise UserError(
-                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; "
-                "use the model's own tokenizer"
-            )
         template = load_prompt_template("auto", tokenizer, folder, config.eos)
         if self.model_path:  # free its memory first
             self.model_path, self.lora_path, self._network = "", None, None
@@ -162,7 +156,10 @@ class _Answerer:
             self.send("done", **(self._answer(session, request) if request["do"] == "answer" else {}))
         except UserError as error:
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-            self.send("error", error=one_line(error), status=400, code=code)
+            blamed = "messages: " if code and "messages" in request else ""
+            self.send("error", error=blamed + one_line(error), status=400, code=code)
+        except RecursionError:
+            self.send("error", error="the request is nested too deeply; send a flatter one", status=400)
         except Exception as error:  # out of memory on the card, a request of another version: the next may succeed
             self.send("error", error=f"{type(error).__name__}: {reason_of(error)}")
 
@@ -246,8 +243,8 @@ def prompt_of(session: ChatSession, request: Request, wanted: int) -> tuple[list
 def sampling_settings(given: dict[str, Any], context: int) -> SamplingSettings:
     """Return settings as the page and clients write them; an answer without a limit may fill the context."""
     is_drawn = given.get("temperature", 1) > 0
-    off = {name for name, value in _OFF.items() if not is_drawn or given.get(name) == value}
-    settings = {name: value for name, value in given.items() if name not in off}
+    off = {name for name, values in _OFF.items() if not is_drawn or given.get(name) in values}
+    settings = {name: value for name, value in given.items() if name not in off and value is not None}
     return SamplingSettings(**{"max_new_tokens": context, **settings})
 
 

@@ -51,16 +51,13 @@ class AnswerReader:
         self._is_thinking, self._tools, self._is_chat = is_thinking, tools, is_chat
         self._text, self._given = "", ("", "")
 
-    def add(self, piece: str) -> dict[str, Any]:
-        """Take a piece; return the new parts."""
-        self.has_begun, self._text = True, self._text + piece
-        return self._new(is_complete=False)
-
     def end(self) -> dict[str, Any]:
         """Return the last parts."""
-        return self._new(is_complete=True)
+        return self.add("", is_complete=True)
 
-    def _new(self, is_complete: bool) -> dict[str, Any]:
+    def add(self, piece: str, is_complete: bool = False) -> dict[str, Any]:
+        """Take a piece; return the new parts."""
+        self.has_begun, self._text = True, self._text + piece
         text, calls = self._text, list[dict[str, Any]]()
         if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:
             self.is_stopped, text = True, text[: min(ends)[1]]  # the first that is complete

@@ -185,7 +185,7 @@ def read_message(turn: Any, where: str) -> tuple[Message, bool]:
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list | tuple):  # OpenAI's parts
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        content = None if None in parts else "".join(map(str, parts))
+        content = "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
     more = {key: turn[key] for key in _MORE if turn.get(key) not in _EMPTY}
     calls = content if str(name).lower() == "function_call" else turn.get("function_call") or more.get("tool_calls")
     if calls:
@@ -193,7 +193,7 @@ def read_message(turn: Any, where: str) -> tuple[Message, bool]:
         content = None if calls is content else content
     message = Message(role, content, more)
     if not (isinstance(content, str) or (content is None and _says_something(message))):
-        raise UserError(f"{where}: a message of {name} holds no text; only text can be trained on, remove the record")
+        raise UserError(f"{where}: a message of {name} holds no text; give it one, or remove it (only text is read)")
     counts = 0 not in (turn.get("weight", 1), turn.get("train", 1))
     return message, role == "assistant" and _says_something(message) and counts
 

@@ -17,7 +17,6 @@ device for the new tokens only where somebody reads them: each step, when stream
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,10 +54,10 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
-        warm = 1e-4 <= self.temperature < math.inf
+        warm = 1e-4 <= self.temperature <= 1e6
         for name, fits, limit in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.greedy or warm, "0 (greedy), or 0.0001 or more"),
+            ("temperature", self.greedy or warm, "0 (greedy), or from 0.0001 to 1000000"),
             ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),

@@ -45,7 +45,7 @@ class ApiError(UserError):
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        kind, param = "invalid_request_error" if status < 500 else "server_error", message.partition(":")[0]
+        kind, param = ("invalid_request_error", message.partition(":")[0]) if status < 500 else ("server_error", "")
         told = {"message": one_line(self), "type": kind, "param": param if param.isidentifier() else None, "code": code}
         self.status, self.told = status, {"error": told}
 
@@ -189,7 +189,7 @@ class Guard:
         is_upload = kind.startswith("multipart/form-data")  # read piece by piece
         length = headers.get("content-length", "0" if request.method != "POST" else "")
         if not is_upload and (not length.isdecimal() or int(length[:12]) > _MOST_BODY):
-            return PlainTextResponse("This request is too large.", 413)
+            return PlainTextResponse("This request is too large, or does not tell its Content-Length.", 413)
         return self._without_token(request) if self._token is not None else None
 
     def _without_token(self, request: Request) -> Response | None:

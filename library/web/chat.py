@@ -65,8 +65,8 @@ def ask(site: Site, request: Request, form: Form) -> Response:
 
 
 def stop(site: Site, request: Request, form: Form) -> Response:
-    """Stop the answer."""
-    return Response(status_code=204, background=BackgroundTask(child.stop))
+    """Stop the answer to the tab's request, if it is still going on."""
+    return Response(status_code=204, background=BackgroundTask(child.stop, str(form.get("name", ""))))
 
 
 ROUTES: Routes = {"/chat": show, "/chat/ask": (None, ask), "/chat/stop": (None, stop)}

@@ -27,7 +27,7 @@ class Child:
         self._words, self._idle = tuple(words), idle
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()  # whoever is answered has it
-        self._number = 0  # the newest request's id
+        self._number, self._name = 0, None  # the newest request's id, and its name
 
     @property
     def is_running(self) -> bool:
@@ -40,7 +40,7 @@ class Child:
         """Yield the events of an answer.
 
         Args:
-            request: without an id.
+            request: without an id; by its ``name``, if it has one, it can be stopped.
             is_gone: whether nobody reads the answer any more; who gives it waits in line and is left out then.
         """
         for _ in range(20 if is_gone is None else 0):  # that a tab was reloaded or closed is noticed in a moment
@@ -62,7 +62,7 @@ class Child:
                     start_new_session=True,  # bytes of a line; the Ctrl-C of the page is not its own
                 )
             assert process.stdout is not None
-            self._number += 1
+            self._number, self._name = self._number + 1, request.get("name")
             self._send({**request, "id": self._number})
             try:
                 while line := await process.stdout.readline():
@@ -76,12 +76,13 @@ class Child:
                 why = reasons.get(code, f"exit code {code}; see the page's terminal")
                 yield {"event": "error", "is_over": True, "error": f"The model's process ended ({why}). Load it again."}
             finally:
-                await self.stop()
+                self._send({"do": "stop", "id": self._number})  # one that is over stays as it is
                 asyncio.get_running_loop().call_later(self._idle, self.end, self._number)
 
-    async def stop(self) -> None:
-        """End the answer at its next token; one that is over stays as it is."""
-        self._send({"do": "stop", "id": self._number})
+    async def stop(self, name: str) -> None:
+        """End the answer to the request of this name at its next token; another one goes on."""
+        if name == self._name:
+            self._send({"do": "stop", "id": self._number})
 
     async def close(self) -> None:
         """End the process and wait until it has."""

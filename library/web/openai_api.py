@@ -17,7 +17,7 @@ import secrets
 import time
 import traceback
 from collections.abc import AsyncIterator
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from anyio import to_thread
@@ -37,7 +37,6 @@ _PARAMETERS = read_toml(Path(__file__).with_name("openai_parameters.toml"))[0]
 _ONLY = _PARAMETERS["only"]
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _JSON = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-_GONE = {"event": "error"}
 _TEXT_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
 
 
@@ -64,43 +63,54 @@ async def _answer(site: Site, request: Request) -> Response:
     about = {name: {"id": name, "object": "model", "created": 0, "owned_by": "tandem"} for name in models}
     if call == "GET models":
         return JSONResponse({"object": "list", "data": list(about.values())})
-    if call.removeprefix("GET models/") not in models:
-        raise ApiError(f"{call}: there is no such call or model here", 404)
-    return JSONResponse(about[call.removeprefix("GET models/")])
+    if not call.startswith("GET models/"):
+        raise ApiError(f"{call}: there is no such call here", 404)
+    return JSONResponse(about[_named(call.removeprefix("GET models/"), models)])
 
 
 def _models(site: Site) -> dict[str, tuple[str, str]]:
-    """Return model and LoRA by name. A LoRA goes with models that are called like its base; with all if none is."""
+    """Return model and LoRA by id. A LoRA goes with models that are called like its base; with all if none is."""
     found = weights_in(site)
-    names = {model: Path(model).name for model in found["language_model"]}
-    models = {model: (model, "") for model in names}
+    names = found["language_model"]
+    models = [(model, "") for model in names]
     for lora in found["language_lora"]:
         base = (object_in(Path(lora) / "adapter_config.json") or {}).get("base_model_name_or_path")
-        own = [model for model in names if names[model] == Path(str(base)).name]
-        models |= {f"{model}:{lora}": (model, lora) for model in own or names}
-    return models
+        own = [name for name in names if Path(name).name == PureWindowsPath(str(base)).name]  # it splits at / and \\
+        models += [(model, lora) for model in own or names]
+    return {":".join(Path(path).as_posix() for path in paths if path): paths for paths in models}
+
+
+def _named(text: str, models: dict[str, tuple[str, str]]) -> str:
+    """Return the id that a client means: all of it, or the last part of each path if nothing else is called so."""
+    if (name := Path(text).as_posix()) in models:
+        return name
+    found = [each for each, paths in models.items() if name == ":".join(Path(path).name for path in paths if path)]
+    if len(found) != 1:
+        raise ApiError(f"model: {text!r} is not at /v1/models, or means several; send an id", 404, "model_not_found")
+    return found[0]
 
 
 async def _complete(models: dict[str, tuple[str, str]], request: Request, is_chat: bool) -> Response:
     try:
         body = dict(await request.json())
     except (ValueError, TypeError, RecursionError, ClientDisconnect):
-        raise ApiError("the body is no JSON object; send one") from None
+        raise ApiError("the body is no JSON object, or nested too deeply; correct it") from None
     question = _question(body, is_chat)
-    if body["model"] not in models:
-        raise ApiError(f"model: the page's folders have no {body['model']!r}; see /v1/models", 404, "model_not_found")
-    question["model"], question["lora"] = models[body["model"]]
-    answer = {"created": int(time.time()), "model": body["model"]}
+    name = _named(body["model"], models)
+    question["model"], question["lora"] = models[name]
+    answer: Values = {"created": int(time.time()), "model": name}
     answer["id"] = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-    answer["object"] = "chat.completion" if is_chat else "text_completion"
+    answer["object"] = "chat.completion" + ".chunk" * bool(body.get("stream")) if is_chat else "text_completion"
     events = child.ask(question, request.is_disconnected)
     try:
-        if (first := await anext(events, _GONE))["event"] == "error":  # else the model is loaded and the prompt fits
+        if (first := await anext(events, {"event": "error"}))[
+            "event"
+        ] == "error":  # else the model is loaded and the prompt fits
             raise _error(first)
         if body.get("stream"):
-            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            answer["object"] += ".chunk" * is_chat
-            return StreamingResponse(_stream(events, answer, is_chat, with_usage), media_type="text/event-stream")
+            if (body.get("stream_options") or {}).get("include_usage") is True:
+                answer["usage"] = None  # of all chunks but the last
+            return StreamingResponse(_stream(events, answer, is_chat), media_type="text/event-stream")
         said: Values = {"role": "assistant", "content": ""}
         async for event in events:
             if event["event"] == "error" or await request.is_disconnected():
@@ -116,7 +126,7 @@ async def _complete(models: dict[str, tuple[str, str]], request: Request, is_cha
     return JSONResponse(answer | {"choices": [choice], "usage": event["usage"]})
 
 
-async def _stream(events: AsyncIterator[Values], answer: Values, is_chat: bool, with_usage: bool) -> AsyncIterator[str]:
+async def _stream(events: AsyncIterator[Values], answer: Values, is_chat: bool) -> AsyncIterator[str]:
     def line(parts: Values, ending: str | None = None) -> str:
         choice = _choice({"delta": parts} if is_chat else {"text": parts.get("content", "")}, ending)
         return f"data: {json.dumps(answer | {'choices': [choice]})}\n\n"
@@ -131,7 +141,7 @@ async def _stream(events: AsyncIterator[Values], answer: Values, is_chat: bool, 
             event["parts"]["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         if event["parts"] or event["event"] == "done":
             yield line(event["parts"], event.get("finish_reason"))
-    if with_usage:
+    if "usage" in answer:
         yield f"data: {json.dumps(answer | {'choices': [], 'usage': event['usage']})}\n\n"
     yield "data: [DONE]\n\n"
 
@@ -150,20 +160,18 @@ def _question(body: Values, is_chat: bool) -> Values:
     Raises:
         ApiError: a parameter is missing, of another type, or not one that this server has.
     """
-    given = {key: value for key, value in body.items() if value is not None}
+    given = {key: value for key, value in body.items() if value not in (None, [])}
     if given.get("tool_choice") == "none":
         given |= {"tools": [], "tool_choice": "auto"}
     text, types = "messages" if is_chat else "prompt", _PARAMETERS["both"] | _PARAMETERS["chat" if is_chat else "text"]
     for key, value in ({"model": None, text: None} | given).items():
-        only, found = _ONLY.get(key), _JSON.get(type(value), "missing")
+        only, found = _ONLY.get(key), _JSON.get(type(value), "missing or empty")
         if key in _ONLY and (value != only or isinstance(value, bool) != isinstance(only, bool)):
             raise ApiError(f"{key}: only {json.dumps(only)} is supported; remove it", code="unsupported_value")
         if key not in _ONLY and key not in types:
             raise ApiError(f"{key}: this server has no such parameter; remove it", code="unknown_parameter")
         if key in types and found not in types[key]:
             raise ApiError(f"{key}: is {found} and must be {' or '.join(types[key])}", code="invalid_type")
-    if given[text] == []:
-        raise ApiError(f"{text}: is empty")
     limit = given.get("max_completion_tokens", given.get("max_tokens", None if is_chat else _TEXT_TOKENS))
     if given.get("max_tokens", limit) != limit or (limit is not None and limit < 1):
         raise ApiError("max_tokens: must be above 0 and agree with max_completion_tokens")
@@ -174,12 +182,11 @@ def _question(body: Values, is_chat: bool) -> Values:
     if not all(isinstance(string, str) and string for string in stop):
         raise ApiError("stop: must be texts, none of them empty")
     asked = given[text]
-    if not is_chat and isinstance(asked, list):
-        asked = asked[0] if len(asked) == 1 and not isinstance(asked[0], int) else asked
-        if isinstance(asked, list) and not all(type(token) is int and token >= 0 for token in asked):
-            raise ApiError("prompt: must be one text or one list of tokens; ask for several one by one")
-    settings = {"seed": secrets.randbits(63)} | {key: given[key] for key in _SAMPLING if key in given}
-    if limit is not None:
-        settings["max_new_tokens"] = limit
+    if not is_chat and len(asked) == 1 and isinstance(asked[0], str | list):
+        asked = asked[0]
+    if not is_chat and not isinstance(asked, str) and not all(type(token) is int and token >= 0 for token in asked):
+        raise ApiError("prompt: must be one text or one list of tokens; ask for several one by one")
+    settings = {"max_new_tokens": limit, "seed": secrets.randbits(63)}
+    settings |= {key: given[key] for key in _SAMPLING if key in given}
     question = {"do": "answer", text: asked, "settings": settings, "stop": stop}
     return question | {"tools": given.get("tools", []), "arguments": given.get("chat_template_kwargs", {})}

@@ -153,7 +153,8 @@ def test_padding_rows_are_never_generated(tmp_path: Path) -> None:
     [
         ({"top_p": 0.0}, "top_p: 0.0 does not fit; it must be above 0 and at most 1"),
         ({"temperature": -1.0}, "temperature: -1.0 does not fit"),
-        ({"temperature": 1e-45}, r"temperature: 1e-45 does not fit; it must be 0 \(greedy\), or 0.0001 or more"),
+        ({"temperature": 1e-45}, r"1e-45 does not fit; it must be 0 \(greedy\), or from 0.0001 to 1000000"),
+        ({"temperature": 10**400}, "temperature: 1000"),
         ({"temperature": float("inf")}, "temperature: inf does not fit"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty: 1e-40 does not fit; it must be from 0.01 to 100"),
         ({"temperature": 0.0, "top_k": 3}, "top_k: has no effect at temperature 0"),

@@ -88,12 +88,17 @@ def test_a_reader_that_stands_still_does_not_hold_up_the_process(child: Child) -
 
 def test_a_child_refuses_a_second_stops_ends_when_idle_and_comes_back(child: Child) -> None:
     async def run() -> None:
-        endless = child.ask({"do": "count", "to": 10**9, "each": 0.001})
+        endless = child.ask({"do": "count", "to": 10**9, "each": 0.001, "name": "mine"})
         assert (await anext(endless))["event"] == "piece"
         assert await all_of(child.ask({"do": "count", "to": 1})) == [{"event": "error", "error": BUSY}]
         assert (await anext(endless))["event"] == "piece"
-        await child.stop()
+        await child.stop("mine")
         assert (await all_of(endless))[-1]["said"] > 0
+        for name in ({"name": "next"}, {}):  # whose answer a late stop of the one before does not end
+            following = child.ask({"do": "count", "to": 20, "each": 0.02, **name})
+            await anext(following)
+            await child.stop("mine")
+            assert (await all_of(following))[-1]["said"] == 19
         assert child._process is not None
         process = psutil.Process(child._process.pid)
         await asyncio.sleep(1)

@@ -30,7 +30,8 @@ WEATHER = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("models")
-    write_lora(write_tool_model(top / "chat", [WEATHER]), top / "loras/other", seed=1)
+    lora = write_lora(write_tool_model(top / "chat", [WEATHER]), top / "loras/other", seed=1) / "adapter_config.json"
+    lora.write_text(json.dumps(json.loads(lora.read_text()) | {"base_model_name_or_path": r"C:\models\chat"}))
     write_story_model(top / "story", context=60_000)
     return top
 
@@ -75,14 +76,20 @@ def streamed(stream: Any) -> tuple[str, list[Any]]:
     return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices), chunks
 
 
+def nested(depth: int) -> Any:
+    return {"a": nested(depth - 1)} if depth else 1
+
+
 def test_models_are_listed_and_their_names_can_be_sent_back(client: Any, chat: Any, models: Path) -> None:
     ids = [model.id for model in client.models.list()]
     model, lora = str(models / "chat"), f"{models / 'chat'}:{models / 'loras/other'}"
     assert sorted(ids) == sorted([model, lora, str(models / "story")])
     assert client.models.retrieve(lora).id == lora
-    answers = [chat(COUNT, model=name).choices[0].message.content for name in (model, lora, model)]
-    assert answers[0] == answers[2] == expected(models / "chat", COUNT)[1]
-    assert answers[1] != answers[0]
+    answers = {name: chat(COUNT, model=name) for name in (model, lora, f"{model}/", "chat", "chat:other")}
+    texts = [answer.choices[0].message.content for answer in answers.values()]
+    assert texts[0] == texts[2] == texts[3] == expected(models / "chat", COUNT)[1]
+    assert texts[1] == texts[4] != texts[0]
+    assert [answer.model for answer in answers.values()] == [model, lora, model, model, lora]
     with pytest.raises(openai.NotFoundError, match="nothing"):
         client.models.retrieve("nothing")
 
@@ -223,7 +230,12 @@ def test_a_text_or_its_tokens_are_continued(client: Any, models: Path) -> None:
         ({"messages": [{"role": "user", "content": None}]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x", "mood": "bad"}]}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": "the cat " * 400}]}, 400, None),
+        ({"messages": [{"role": "user", "content": "the cat " * 400}]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, 400, "messages"),
+        ({"temperature": 10**400}, 400, "temperature"),
+        ({"temperature": 1, "top_p": -(10**400)}, 400, "top_p"),
+        ({"tools": [{"type": "function", "function": {"name": "weather", "parameters": nested(500)}}]}, 400, None),
+        ({"chat_template_kwargs": {"x": nested(900)}}, 400, None),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(

@@ -6,6 +6,7 @@ const form = find("settings"), box = find("prompt"), page = document.documentEle
 let turns = []; // [question, answer, its tokens, ended by itself]
 let hasTurns = null; // whether the model talks in turns; if not, it goes on with a text
 let loaded = "running" in find("chat").dataset, busy = false, unanswered = "";
+let name = ""; // of the newest request, by which it is stopped
 
 const tell = (text, kind = "") => Object.assign(find("status"), { className: `note ${kind}`, textContent: text });
 
@@ -49,7 +50,8 @@ async function run(what, message = "", before = turns) {
   const numbers = [...form.querySelectorAll("[type=number]")].map((field) => [field.name, field.valueAsNumber]);
   const { strength, ...settings } = Object.fromEntries(numbers);
   const { model, lora } = Object.fromEntries(new FormData(form)), system = form.system.value.trim();
-  const request = { do: what, model, lora, strength, settings, system, turns: before, message };
+  name = `${Date.now()} ${Math.random()}`;
+  const request = { do: what, name, model, lora, strength, settings, system, turns: before, message };
   if (hasTurns !== null) request.has_turns = hasTurns;
   if (what === "answer" && before === turns) [unanswered, box.value] = [message, ""];
   busy = true;
@@ -86,6 +88,7 @@ async function run(what, message = "", before = turns) {
 const actions = {
   load: () => run("load"),
   send: () => (box.value.trim() || hasTurns === false) && run("answer", box.value),
+  stop: () => ask("/chat/stop", { method: "POST", body: new URLSearchParams({ name }) }),
   again: () => { form.seed.value++; run("answer", turns.at(-1)[0], turns.slice(0, -1)); },
   back: () => { box.value = turns.pop()[0]; draw(); },
   new: () => { turns = []; tell(""); draw(); },
