@@ -35,7 +35,8 @@ def parser() -> argparse.ArgumentParser:
 
 def convert(options: argparse.Namespace) -> None:
     """Do what the command line asks for, and say what became of it."""
-    from library.llm.conversion import write_gguf, write_transformers
+    from library.llm.conversion import write_transformers
+    from library.llm.gguf_writing import write_gguf
     from library.models.llm.files import TransformersFiles
     from library.safetensors_io import DTYPE_NAMES
     from networks.files.layouts import PRECISIONS

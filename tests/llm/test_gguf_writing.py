@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from library.errors import UserError
 from library.gguf_header import read_gguf_metadata
-from library.llm.conversion import write_gguf
+from library.llm.gguf_writing import write_gguf
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import train_bpe
 from library.models.llm.files import TransformersFiles, load_lm, open_lm
