@@ -35,7 +35,8 @@ def valid(key: str, script: Script[Any], draw: random.Random) -> Any:
     texts = ["a/b c.safetensors", 'q"uo\\te', "#no comment", "[x]", "schön = 1", "1", "true", "'"]
     words, is_list = words_of(field.annotation), get_origin(field.annotation) is list
     anything = [True, False, draw.randint(1, 9), draw.randint(10, 900), round(draw.uniform(0.01, 0.99), 4),
-                draw.choice([1e-4, 3.5, 1e-12]), draw.choice(texts), "plain", *words]  # fmt: skip
+                round(draw.uniform(0.01, 0.49), 4), draw.choice([1e-4, 3.5, 1e-12]), draw.choice(texts), "plain",
+                *words]  # fmt: skip
     candidates = [[draw.choice(anything) for _ in range(draw.randint(1, 2))] for _ in range(80)]
     candidates = [one for one in candidates if len(set(map(type, one))) == 1]  # as toml wants it
     candidates += [[], ["weight_decay=0.01"]] if is_list else []
