@@ -45,7 +45,6 @@ from library.config.rules import model_conflicts
 from library.config.schema import DatasetArguments, ModelConfig, PrecisionConfig
 from library.errors import UserError, counted, error_prefix, exit_on_user_error
 from library.files import read_text, write_text
-from library.llm.chat_batches import read_tools
 from library.llm.chat_templates import (
     CHAT_TEMPLATES,
     ChatTemplate,
@@ -329,6 +328,7 @@ def read_image_prompts(options: argparse.Namespace, pixel_multiple: int, usual: 
 
 def text(options: argparse.Namespace) -> list[str]:
     """Run the subcommand; return what was written for each prompt."""
+    from library.llm.chat_batches import read_tools
     from library.models.llm.files import open_lm
     from library.training.tasks.chat_lora import put_lora_on
 
