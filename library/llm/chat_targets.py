@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from library.errors import UserError
-from library.llm.chat_templates import ChatTemplate, Message, common, plain
+from library.llm.chat_templates import PROBE, ChatTemplate, Message, common, plain
 
-_PROBE = "\ufdd1"  # no character: stands for an answer that is looked for
 THINKING = ("reasoning_content", "thinking", "reasoning")  # transformers' names for it, in its order
 
 Span = tuple[int, int]
@@ -150,10 +149,10 @@ def _behind_prompt(
     That is ``text``, the rendered chat, unless it does not begin with the prompt or lacks the thinking.
     """
     before, where = messages[:-1], f"message {len(messages)} (assistant): the chat template {template.name}"
-    prompt = _prompt(template, before, tools)
+    prompt = template.render_if_taken(before, tools, answer_next=True) if before else None
     if prompt is not None and text.startswith(prompt) and _holds(plain(text[len(prompt) :]), thinking):
         return len(prompt), text
-    header = template.render([*before, Message("assistant", _PROBE)], tools)[0].partition(_PROBE)[0]
+    header = template.render([*before, Message("assistant", PROBE)], tools)[0].partition(PROBE)[0]
     closed = re.search(r"</think>\s*$", header)
     if not text.startswith(header):  # it is rendered without thinking, of which the template may write an empty block
         header = re.sub(r"<think>\s*</think>\s*$", "", header)
@@ -188,14 +187,6 @@ def _behind_prompt(
             close = closed[0] if closed else "</think>\n\n"
             answer = opened + thought + close + answer.lstrip()
     return len(prompt), prompt + answer
-
-
-def _prompt(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> str | None:
-    """Return the prompt behind ``messages``; None where a template has none, as behind a system message alone."""
-    try:
-        return template.render(messages, tools, answer_next=True)[0] if messages else None
-    except UserError:
-        return None
 
 
 def _differing(text: str, other: str) -> str:
@@ -233,8 +224,10 @@ def _left_out(messages: Sequence[Message], tools: Tools, text: str) -> set[str]:
 
 def _holds(text: str, wanted: str) -> bool:
     """Return whether ``text`` has ``wanted``, as it is or as in JSON, Python or HTML, however the blanks are."""
+    if wanted in text:  # as nearly always
+        return True
     squeezed = _without_blanks(text)
-    return wanted in text or any(_without_blanks(form) in squeezed for form in (wanted, json.dumps(wanted)))
+    return any(_without_blanks(form) in squeezed for form in (wanted, json.dumps(wanted)))
 
 
 def _without_blanks(text: str) -> str:

@@ -48,7 +48,7 @@ JINJA_FILE = "chat_template.jinja"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BREAK = "\ufdd0"  # no character: put into special tokens' names in messages, and taken out again before encoding
 _BREAKS = re.compile(rf"{_BREAK}|\\ufdd0")  # as it is, and as JSON and Python may write it
-_PROBE = "\ufdd1"  # no character: a message whose place in the rendered text is looked for
+PROBE = "\ufdd1"  # no character: a message whose place in the rendered text is looked for
 _NOTHING: Mapping[str, Any] = {}
 _NOT_ARGUMENTS = {"messages", "tools", "conversations", "chat_template", "add_generation_prompt"}
 
@@ -161,6 +161,7 @@ class ChatTemplate(PromptTemplate):
     ) -> None:
         super().__init__(tokenizer)
         self.name, self.sources, self.names, self.arguments = name, sources, names, arguments
+        self._marks_before: dict[str, str] = {}  # by role
         self._special = _any_of(tokenizer.special)
         self._special_but_thinking = _any_of(name for name in tokenizer.special if "think" not in name.lower())
 
@@ -228,6 +229,15 @@ class ChatTemplate(PromptTemplate):
             ) from None
         return texts[0], list(spans[0]) if is_marked else []
 
+    def render_if_taken(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), answer_next: bool = False
+    ) -> str | None:
+        """Return the text, or None if the template refuses the messages."""
+        try:
+            return self.render(messages, tools, answer_next)[0]
+        except UserError:
+            return None
+
     def encode(self, text: str, cuts: Sequence[int] = ()) -> tuple[list[int], list[int]]:
         """Return the tokens of a rendered ``text``, and how many of them come before each of ``cuts``.
 
@@ -280,21 +290,17 @@ class ChatTemplate(PromptTemplate):
     @cached_property
     def _tail(self) -> str:
         """What the template writes behind the last answer, without blanks at its end."""
-        try:
-            text = self.render([Message("user", "?"), Message("assistant", _PROBE)])[0]
-        except UserError:  # a template that needs tools, say
-            return ""
-        return text.rpartition(_PROBE)[2].rstrip()
+        text = self.render_if_taken([Message("user", "?"), Message("assistant", PROBE)])
+        return (text or "").rpartition(PROBE)[2].rstrip()
 
     def mark_before(self, role: str) -> str:
         """Return what stands between an answer and a message of ``role``, its first special token included, or ""."""
-        messages = [Message("user", "?"), Message("assistant", _PROBE), Message(role, f"{_PROBE}!")]
-        try:
-            between = self.render(messages)[0].partition(_PROBE)[2].partition(f"{_PROBE}!")[0]
-        except UserError:  # no place for the role behind an answer
-            return ""
-        found = self._special.search(between)
-        return between[: found.end()] if found else ""
+        if role not in self._marks_before:
+            messages = [Message("user", "?"), Message("assistant", PROBE), Message(role, f"{PROBE}!")]
+            between = (self.render_if_taken(messages) or "").partition(PROBE)[2].partition(f"{PROBE}!")[0]
+            found = self._special.search(between)
+            self._marks_before[role] = between[: found.end()] if found else ""
+        return self._marks_before[role]
 
     def marks(self, text: str) -> Counter[str]:
         """Return how often a rendered ``text`` has each special token, those of thinking left out."""
@@ -322,10 +328,8 @@ class ChatTemplate(PromptTemplate):
     def _text_marks(self) -> dict[str, str]:
         """The ordinary text that ends messages of a role, by role; those that end with a special token have none."""
         for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
-            messages = [Message(role, f"{_PROBE}{number}{_PROBE}") for number, role in enumerate(roles)]
-            try:
-                text = self.render(messages)[0]
-            except UserError:  # without a system message, then
+            messages = [Message(role, f"{PROBE}{number}{PROBE}") for number, role in enumerate(roles)]
+            if (text := self.render_if_taken(messages)) is None:  # without a system message, then
                 continue
             marks = {}
             for one, other in pairwise(messages):
