@@ -31,12 +31,12 @@ from bench.measure import reset_peak, resident, wait_for
 from library.config.schema import TrainConfig
 from library.models.family_by_name import family_class
 from library.precision.recipe import Recipe, WeightLoader, quantize_model, scheme_named
-from library.training.memory.dry_run import TEXT_TOKENS, noise_batch, opened_task
+from library.training.memory.dry_run import noise_batch, opened_task
 from library.training.memory.dummy_checkpoint import with_dummies, write_dataset
 from library.training.step_graphs import EAGER_STEPS
 from library.training.tasks.image_lora import ImageLora
 
-RANK = 16
+RANK, TEXT_TOKENS = 16, 512
 _NAMES = {"flux2_klein": "flux-2-klein-base-9b"}  # of a file, where that tells one of several sizes
 _FLUX_LIKE = {"num_attention_heads": 4, "attention_head_dim": 64}
 _TINY: dict[str, dict[str, Any]] = {  # arguments of a transformer; a head of 64 is one that every kernel takes

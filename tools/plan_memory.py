@@ -55,7 +55,6 @@ from library.training.tasks.image_lora import ImageLora
 _SOURCES = {
     "card": "counted on fake tensors on this machine's card",
     "fake device": "counted on fake tensors on a device that computes nothing",
-    "formula": "by a formula: only the training step, and it may be off by 20 %",
 }
 
 

@@ -459,7 +459,7 @@ class TrainingConfig(SharedTrainingKeys):
     memory_dry_run: Annotated[bool | None, IMAGES, SAME_RESULT] = Field(
         None,
         description="count on fake tensors what a step at the largest bucket takes, before anything is cached; "
-        "default: on a GPU, unless a step clearly fits by a formula",
+        "default: on a GPU, where no layout splits the model",
     )
     on_nan: Annotated[Literal["stop", "skip"], SAME_RESULT] = Field(
         "stop",

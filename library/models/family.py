@@ -159,36 +159,6 @@ class Family:
         """Return the transformer's blocks in running order, double ones first, for checkpointing and offloading."""
         return [*transformer.transformer_blocks, *getattr(transformer, "single_transformer_blocks", ())]
 
-    @classmethod
-    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
-        """Return what a transformer of ``config`` is called with, for a batch of one.
-
-        Args:
-            tokens: of the image.
-            text: tokens of the caption.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def example_streams(
-        config: Any, tokens: int, text: int, width: int, axes: int = 0, **others: Any
-    ) -> dict[str, Any]:
-        """Return :meth:`example_inputs` of a transformer of image tokens and of text of ``width``, and ``others``.
-
-        ``axes``: of the positions, where it is given them.
-        """
-        if axes:
-            others |= {"img_ids": torch.zeros(tokens, axes), "txt_ids": torch.zeros(text, axes)}
-        if getattr(config, "guidance_embeds", False):
-            others["guidance"] = torch.ones(1)
-        return {
-            "hidden_states": torch.randn(1, tokens, config.in_channels),
-            "encoder_hidden_states": torch.randn(1, text, width),
-            "timestep": torch.rand(1),
-            "return_dict": False,
-            **others,
-        }
-
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
     ) -> TextEncoder:

@@ -37,8 +37,5 @@ def test_a_ready_configuration_takes_what_it_says(
     plan = plan_memory(ImageLora, config)
     assert plan.source == "fake device"
     assert plan.peak / GIB == pytest.approx(float(stated[1]), abs=0.11)
-    by_formula = plan_memory(ImageLora, config, source="formula")
-    # what a machine without a compiler is told
-    assert by_formula.peak == pytest.approx(sum(plan.step.values()), rel=0.2)
     if card := re.search(r"_(\d+)gb$", path.stem):
         assert plan.peak <= room_in(int(card[1]) * GIB)

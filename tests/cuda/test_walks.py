@@ -18,10 +18,10 @@ from tests.tiny import tiny_flux_pipeline
 MIB = 2**20
 # What is walked through: keywords of ``walks.train``.
 RUNS: dict[str, dict[str, Any]] = {
-    "flux, recomputed, sampled, validated, estimated": {
+    "flux, recomputed, sampled, validated": {
         "flags": ["--gradient_checkpointing", "--sample_prompts", "PROMPTS", "--sample_at_first",
                   "--validate_every_n_steps", "3"],
-        "validation": True, "estimated": True,
+        "validation": True,
     },
     "flux_fill, fp8, inputs on the host": {
         "model_type": "flux_fill",
@@ -80,7 +80,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "flags": ["--gradient_checkpointing", "--fp8_scaled", "--torch_compile", "--dynamo_backend", "aot_eager",
                   "--blocks_to_swap", "2"],
     },
-    "flux, memory chosen": {"flags": ["--memory", "auto"], "estimated": True},
+    "flux, memory chosen": {"flags": ["--memory", "auto"], "counted": True},
     "flux, products in fp8": {
         "flags": ["--fp8_scaled", "--quantised_compute", "quantised", "--fp8_granularity", "row"],
     },
@@ -113,7 +113,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # One of each memory policy and of each kind of file but nvfp4; make test-cuda walks through the others.
 SAMPLE = {
-    "flux, recomputed, sampled, validated, estimated",
+    "flux, recomputed, sampled, validated",
     "flux3_klein, int8 with ConvRot, blocks swapped",
     "flux_fill, mxfp8, nothing recomputed",
     "qwen_image_edit, int8 by rows, activations within a budget",

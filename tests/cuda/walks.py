@@ -56,19 +56,19 @@ def train(
     planted: str | None = None,
     dataset_text: str = "",
     steps: int = 3,
-    estimated: bool = False,
+    counted: bool = False,
 ) -> dict[str, Any]:
     """Train as ``train_lora.py`` does, at full width with few blocks; of ``steps`` only the last is logged.
 
     Args:
         flags: of the command line. file: the format of a quantised transformer. dataset_text: more of its TOML.
-        planted: a fault, see ``_PLANTED``. estimated: with the estimate before a run, which takes as long as the steps.
+        planted: a fault, see ``_PLANTED``. counted: with the count before a run, which takes as long as the steps.
 
     Returns:
         The host's waits in steps that are not logged; of each step the bytes by part at its peak; live copies of
         quantised weights after forward; the files; bytes when the first step begins; how many graphs were compiled.
     """
-    config = _config(folder, model_type, blocks, flags, batch, side, file, dataset_text, steps, estimated)
+    config = _config(folder, model_type, blocks, flags, batch, side, file, dataset_text, steps, counted)
     trace, copies, loaded = WatchedTrace(), list[str](), list[int]()
     pretend(trace)
     if planted is not None:
@@ -99,7 +99,7 @@ def _config(
     file: str | None,
     dataset_text: str = "",
     steps: int = 3,
-    estimated: bool = False,
+    counted: bool = False,
 ) -> Any:
     """Write a model and a dataset; return the configuration of their run, as of :func:`train`."""
     base = write_model(model_type, folder / "model", blocks)
@@ -120,7 +120,7 @@ def _config(
         "--model_type", model_type, "--pretrained_model_name_or_path", str(base), "--dataset_config", str(data),
         "--output_dir", str(folder / "run"), "--max_train_steps", str(steps), "--log_every_n_steps", "100",
         "--network_dim", "16", "--mixed_precision", "bf16", "--max_data_loader_n_workers", "0", "--overwrite",
-        *([] if estimated else ["--no-memory_dry_run"]), *flags,
+        *([] if counted else ["--no-memory_dry_run"]), *flags,
     ])  # fmt: skip
 
 

@@ -74,13 +74,6 @@ class FluxFamily(Family):
     published_texts = staticmethod(published_text)  # CLIP-L and T5-XXL
     optimise_forward = staticmethod(flux_model.optimise_forward)
 
-    @classmethod
-    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
-        """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
-        images = tokens * (2 if cls.conditioning == "references" else 1)
-        pooled = torch.randn(1, config.pooled_projection_dim)
-        return cls.example_streams(config, images, text, config.joint_attention_dim, 3, pooled_projections=pooled)
-
     def says_distilled(self) -> bool:
         """Whether it is schnell, which has no guidance input."""
         return not self.argument("guidance_embeds")

@@ -61,12 +61,6 @@ class Flux2Family(Family):
     tail = ("norm_out", "proj_out")
     optimise_forward = staticmethod(flux2_model.optimise_forward)
 
-    @classmethod
-    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
-        """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
-        images = tokens * (2 if cls.conditioning == "references" else 1)
-        return cls.example_streams(config, images, text, config.joint_attention_dim, 4)
-
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
     ) -> dict[str, Any]:

@@ -98,15 +98,6 @@ class Flux3KleinFamily(Qwen3Family):
         """Return blocks of the image, of the text, then joint ones, in running order."""
         return [*transformer.mode_blocks["image"], *transformer.txt_mode_blocks, *transformer.single_transformer_blocks]
 
-    @classmethod
-    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
-        """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
-        inputs = cls.example_streams(config, tokens, text, config.joint_attention_dim, 4)
-        if cls.conditioning == "references":
-            inputs["image_cond_hidden_states"] = torch.randn(1, tokens, config.cond_in_channels)
-            inputs["image_cond_ids"] = torch.zeros(tokens, 4)
-        return inputs
-
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
     ) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
 from PIL.Image import Image
 from torch import Tensor
@@ -96,18 +95,6 @@ class Krea2Family(Qwen3Family):
     chained_args = ("hidden_states",)
     tail = ("final_layer",)
     optimise_forward = staticmethod(krea2_model.optimise_forward)
-
-    @classmethod
-    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
-        """Return the arguments of a transformer of ``config``; the image is square."""
-        side = round(tokens**0.5)
-        return {
-            "hidden_states": torch.randn(1, side * side, config.in_channels),
-            "encoder_hidden_states": torch.randn(1, text, config.num_text_layers, config.text_hidden_dim),
-            "timestep": torch.rand(1),
-            "position_ids": image_positions(side, side),
-            "return_dict": False,
-        }
 
     def check_variant(self) -> None:
         """Read what a folder says of the text encoder's layers."""

@@ -69,13 +69,6 @@ class QwenImageFamily(Family):
     published_texts = staticmethod(published_text)
     optimise_forward = staticmethod(qwen_model.optimise_forward)
 
-    @classmethod
-    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
-        """Return the arguments of a transformer of ``config``; the image is square, one reference is as large."""
-        side, images = round(tokens**0.5), 2 if cls.conditioning == "references" else 1
-        shapes, width = [[(1, side, side)] * images], config.joint_attention_dim
-        return cls.example_streams(config, side * side * images, text, width, img_shapes=shapes)
-
     def check_variant(self) -> None:
         """Let the option decide how references are modulated, where it is set."""
         config = self.files.transformer_config

@@ -60,13 +60,6 @@ class QwenImage21Family(Family):
         """Return of Qwen3-VL what is used."""
         return published_text(cls.conditioning == "references")
 
-    @classmethod
-    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
-        """Return the arguments of a transformer of ``config``; the image is square, one reference is as large."""
-        side, images = round(tokens**0.5), 2 if cls.conditioning == "references" else 1
-        shapes, width = [[(1, side, side)] * images], config.context_in_dim
-        return cls.example_streams(config, side * side * images, text, width, img_shapes=shapes)
-
     def check_text_encoders(self) -> None:
         """Compare the width of Qwen3-VL with what the transformer takes."""
         self.check_text_width(qwen3_width(self.files.text_encoders[0], VL_THETA), "context_in_dim", "Qwen3-VL-8B")

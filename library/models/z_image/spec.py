@@ -66,13 +66,6 @@ class ZImageFamily(Qwen3Family):
         """Return the main layers in running order; the four refiners in front of them are left where they are."""
         return [*transformer.layers]
 
-    @classmethod
-    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
-        """Return the arguments of a transformer of ``config``; the image is square."""
-        side = 2 * round(tokens**0.5)
-        image, caption = torch.randn(config.in_channels, 1, side, side), torch.randn(text, config.cap_feat_dim)
-        return {"x": [image], "t": torch.rand(1), "cap_feats": [caption], "return_dict": False}
-
     def check_variant(self) -> None:
         """Read the latents' channels; base and Turbo are one architecture."""
         self.latent_channels = self.argument("in_channels")

@@ -5,7 +5,7 @@ own, which may patch what it likes; a minute or two at full depth. By the functi
 image of the largest bucket, the text encoders the longest caption, the transformer is loaded and the LoRA put in, two
 steps are taken, and where the run samples, a prompt is sampled. Only that the batch is made of noise is other than in a
 run; validation takes no more than a step. What was found is kept under ``~/.cache/tandem`` by configuration, model,
-dataset and code. Where there is no compiler for the fake device, ``formula`` says of the step what it can.
+dataset and code. Without a card it takes a C++ compiler, for the fake device.
 
     plan_memory(build, config)    what a run takes: a :class:`MemoryPlan`
     fit_memory(task, config, ...) the same of a run that begins: ``memory = "auto"`` chooses, what cannot fit is refused
@@ -29,7 +29,6 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from PIL import Image
 from torch import Tensor, nn
 
@@ -40,7 +39,7 @@ from library.console import Console
 from library.data.batches import Batch
 from library.data.dataset import TrainingData
 from library.data.samples import Sample
-from library.errors import UserError
+from library.errors import UserError, reason_of
 from library.models.family import Family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
@@ -50,17 +49,17 @@ from library.training.engine import Engine
 from library.training.memory.block_swap import swappable
 from library.training.memory.budget import available_bytes, in_words
 from library.training.memory.dummy_checkpoint import with_dummies
-from library.training.memory.fake_cuda import cache_folder, has_card, library_path, pretend
-from library.training.memory.formula import StepOptions, model_numbers, step_parts
+from library.training.memory.fake_cuda import cache_folder, has_card, pretend
 from library.training.memory.policy import MemoryPlan, Source, choose, describe, remedies, room_in
 from library.training.memory.trace import MemoryTrace, device_processes, tracing
 from library.training.plan import with_precision
 from library.training.sampling.conditions import PromptImageRules
 from library.training.sampling.images import Sampler
 
-TEXT_TOKENS = 512  # of a caption, as most: T5's for FLUX
-_CLEARLY_FITS = 0.75  # of the memory there is, by the formula, which may be off by 20 %
 _HOPPER = (9, 0)
+# What a step's memory does not depend on: another learning rate is not counted anew.
+_OTHER_SECTIONS = ("saving", "logging", "hub", "validation")
+_OTHER_KEYS = ("learning_rate", "lr_scheduler", "lr_warmup_steps", "max_train_steps", "max_train_epochs", "seed")
 _CODE = Path(__file__).resolve().parents[3]
 
 
@@ -88,29 +87,18 @@ class ImageTask(Protocol):
 Build = Callable[[TrainConfig], ImageTask]
 
 
-def plan_memory(build: Build, config: TrainConfig, source: Source | None = None) -> MemoryPlan:
+def plan_memory(build: Build, config: TrainConfig) -> MemoryPlan:
     """Return what a run of ``config`` takes.
 
     Args:
         build: makes the task; a class or function of a module.
         config: complete; its model and dataset need not be there: then the published model is counted, on one image.
-        source: default: the best there is.
 
     Raises:
-        UserError: the configuration cannot run; without a compiler, the formula does not know what it trains.
+        UserError: the configuration cannot run; there is neither a card nor a compiler.
     """
-    notes, config = list[str](), with_precision(config, on_cpu=False)
-    if source is None and has_card():
-        source = "card"
-    if source is None:
-        try:
-            library_path()
-            source = "fake device"
-        except UserError as error:
-            source, notes = "formula", [str(error)]
-    if source == "formula":
-        with _dummies(config) as (complete, folder, missing), _another_precision():
-            return replace(by_formula(opened_task(build, complete, folder), config), notes=[*notes, *missing])
+    config = with_precision(config, on_cpu=False)
+    source: Source = "card" if has_card() else "fake device"
     capability = torch.cuda.get_device_capability() if source == "card" else _HOPPER
     arguments = config.model_dump(mode="json", exclude_unset=True), capability, source
     kept = cache_folder() / "plans" / f"{_key(config, arguments)}.json"
@@ -132,18 +120,6 @@ def plan_memory(build: Build, config: TrainConfig, source: Source | None = None)
     return _as_plan(answer)
 
 
-@contextmanager
-def _another_precision() -> Iterator[None]:
-    """Let a task be opened in another precision than the run's, which accelerate has one of in a process."""
-    kept = dict(AcceleratorState._shared_state)
-    AcceleratorState._reset_state()
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state()
-        AcceleratorState._shared_state.update(kept)
-
-
 def _as_plan(answer: dict[str, Any]) -> MemoryPlan:
     """Return the plan that was written as JSON."""
     return MemoryPlan(**answer | {"swappable": tuple(answer["swappable"])})
@@ -154,7 +130,8 @@ def _key(config: TrainConfig, arguments: tuple[dict[str, Any], tuple[int, int], 
     prompts = config.sampling.sample_prompts  # listed ones stand in the configuration
     files = [config.model.pretrained_model_name_or_path, config.dataset.dataset_config]
     files += [prompts] if isinstance(prompts, str) else []
-    settings = {section: values for section, values in arguments[0].items() if section not in ("saving", "logging")}
+    sections = ((name, values) for name, values in arguments[0].items() if name not in _OTHER_SECTIONS)
+    settings = {name: {k: v for k, v in values.items() if k not in _OTHER_KEYS} for name, values in sections}
     inputs: list[Any] = [settings, arguments[1:], torch.__version__]
     for name in filter(None, files):
         path = Path(name).expanduser()
@@ -166,14 +143,6 @@ def _key(config: TrainConfig, arguments: tuple[dict[str, Any], tuple[int, int], 
         for file in sorted((_CODE / folder).rglob("*.py")):
             code.update(file.read_bytes())
     return code.hexdigest()[:24]
-
-
-@contextmanager
-def _dummies(config: TrainConfig) -> Iterator[tuple[TrainConfig, Path, list[str]]]:
-    """Yield ``config`` with what is missing made, a folder to write into, and a sentence for each thing missing."""
-    with tempfile.TemporaryDirectory() as folder:
-        complete, notes = with_dummies(config, Path(folder))
-        yield complete, Path(folder), notes
 
 
 def opened_task(build: Build, config: TrainConfig, folder: Path) -> ImageTask:
@@ -197,7 +166,9 @@ def _trace_config(build: Build, settings: dict[str, Any], capability: tuple[int,
     for module in ("accelerate", "diffusers", "peft", "transformers"):
         importlib.import_module(module)  # before the device is one: they look for it as they are imported
     trace = MemoryTrace()
-    with _dummies(TrainConfig.model_validate(settings)) as (config, folder, notes):
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        config, notes = with_dummies(TrainConfig.model_validate(settings), folder)
         pretend(trace, capability=capability, runtime=source != "card")
         with tracing(trace):
             task = opened_task(build, config, folder)
@@ -276,18 +247,14 @@ def _batch_in_words(data: TrainingData) -> str:
     return f"{size} at {width}x{height}"
 
 
-def _sides(task: ImageTask) -> list[tuple[int, int]]:
-    """Return height and width in latents of the largest image and its references, in whole patches."""
-    (sample, _), unit, factor = largest(task.data), task.family.patch_size, task.data.latent_factor
-    sizes = [sample.fit.bucket, *(control.fit.encoded for control in sample.control_images)]
-    return [(height // factor // unit * unit, width // factor // unit * unit) for width, height in sizes]
-
-
 def noise_batch(task: ImageTask, text: dict[str, Tensor]) -> Batch:
     """Return a batch of the largest bucket as the data loader gives it, of noise."""
-    data, (_, size), noise = task.data, largest(task.data), generator("memory dry run")
-    channels, factor = task.family.latent_channels, data.latent_factor
-    (height, width), *references = _sides(task)
+    data, (sample, size), noise = task.data, largest(task.data), generator("memory dry run")
+    channels, factor, unit = task.family.latent_channels, data.latent_factor, task.family.patch_size
+    pixels = [sample.fit.bucket, *(control.fit.encoded for control in sample.control_images)]
+    # in whole patches
+    sides = [(high // factor // unit * unit, wide // factor // unit * unit) for wide, high in pixels]
+    (height, width), *references = sides
 
     def latents(h: int, w: int) -> Tensor:
         return torch.randn(size, channels, h, w, generator=noise)
@@ -303,45 +270,11 @@ def noise_batch(task: ImageTask, text: dict[str, Tensor]) -> Batch:
     return Batch(latents(height, width), batched, torch.ones(size), masks, list(range(size)), captions, conditions)
 
 
-def by_formula(task: ImageTask, config: TrainConfig) -> MemoryPlan:
-    """Return what the formula says of a step of ``config``, which may be off by 20 %; ``task`` has its data read.
-
-    Raises:
-        UserError: it does not know what is trained.
-    """
-    family, training, precision = task.family, config.training, config.precision
-    (height, width), *references = _sides(task)
-    autocast = training.mixed_precision != "no"
-    if (
-        config.optimizer.text_encoder_lr
-        or config.network.network_type != "lora"
-        or config.network.dim_from_weights
-        or sum(h * w for h, w in references) > height * width  # the formula has one reference of the image's size
-        or (task.dtype != torch.float32 and not autocast)
-    ):
-        raise UserError("without a compiler only LoRAs of plain settings can be estimated; install g++")
-    model = model_numbers(
-        type(family),
-        family.files.transformer_config,
-        (height * width // family.patch_size**2, TEXT_TOKENS),
-        config.network.network_dim,
-        task.dtype,
-        autocast,
-    )
-    options = StepOptions(
-        fp8=bool(precision.fp8_base or precision.fp8_scaled or family.quantized_file()),
-        checkpointing=training.gradient_checkpointing,
-        batch=largest(task.data)[1],
-        base_bytes=task.dtype.itemsize,
-        lora_bytes=2 if training.full_bf16 else 4,
-        optimizer_bytes=2 if "8bit" in config.optimizer.optimizer_type.lower() else 8,
-        swapped=training.blocks_to_swap,
-        inputs_on_host=training.cpu_offload_checkpointing,
-        kept=training.activation_budget_mb * 2**20,
-    )
-    most, numbers = model.swappable
-    block = numbers * (1 if options.fp8 else options.base_bytes)
-    return MemoryPlan("formula", {"step": step_parts(model, options)}, _batch_in_words(task.data), (most, block))
+def _is_due(config: TrainConfig, on_cpu: bool) -> bool:
+    """Return whether a step is counted: where it is asked for, or by default on a GPU that has all of the model."""
+    asked = config.training.memory_dry_run
+    in_full = not (on_cpu or config.parallel.splits_model or config.parallel.zero)
+    return config.training.memory == "auto" or (in_full if asked is None else asked)
 
 
 def fit_memory(task: ImageTask, config: TrainConfig, console: Console) -> TrainingConfig:
@@ -351,10 +284,7 @@ def fit_memory(task: ImageTask, config: TrainConfig, console: Console) -> Traini
         UserError: a step does not fit, whatever is chosen.
     """
     training, on_cpu = config.training, task.accelerator.device.type == "cpu"
-    if training.memory != "auto" and (
-        training.memory_dry_run is False
-        or (training.memory_dry_run is None and (on_cpu or config.parallel.splits_model or config.parallel.zero))
-    ):
+    if not _is_due(config, on_cpu):
         return training
     limit = min(from_all_processes(available_bytes(task.accelerator.device)))  # all processes decide alike
     room, count = room_in(limit, on_cpu), functools.partial(_count, task)
@@ -365,12 +295,12 @@ def fit_memory(task: ImageTask, config: TrainConfig, console: Console) -> Traini
         choices = ", ".join(chosen.lines.values()) or "nothing recomputed"
         console.print(f"memory: {choices}; {_takes(chosen.plan, limit)}", soft_wrap=True)
         return chosen.config.training
-    plan = None
-    if training.memory_dry_run is None:
-        with suppress(UserError):
-            plan = by_formula(task, config)
-    if plan is None or sum(plan.step.values()) > _CLEARLY_FITS * limit:
-        plan = count(config)
+    is_asked = training.memory_dry_run is not None
+    try:
+        plan = _count(task, config, is_asked)
+    except _NotCounted as error:
+        console.print(f"memory dry run: left out ({reason_of(error)})", soft_wrap=True)
+        return training
     console.print(f"memory dry run: {_takes(plan, limit)}", soft_wrap=True)
     if not plan.over(room, ("step",)):
         return training
@@ -386,8 +316,7 @@ def fit_memory(task: ImageTask, config: TrainConfig, console: Console) -> Traini
 
 def _takes(plan: MemoryPlan, limit: int) -> str:
     """Return in words what a step takes, and of how much."""
-    how = "by a formula, which may be off by 20 %" if plan.source == "formula" else "counted on fake tensors"
-    return f"a step of {plan.batch} takes {describe(plan.step)}, of {in_words(limit)}; {how}"
+    return f"a step of {plan.batch} takes {describe(plan.step)}, of {in_words(limit)}; counted on fake tensors"
 
 
 def _too_much(plan: MemoryPlan, limit: int, remedy: str) -> UserError:
@@ -395,16 +324,23 @@ def _too_much(plan: MemoryPlan, limit: int, remedy: str) -> UserError:
     return UserError(f"memory dry run: a step of {plan.batch} needs about {needed} of {in_words(limit)}; {remedy}")
 
 
-def _count(task: ImageTask, config: TrainConfig) -> MemoryPlan:
+class _NotCounted(Exception):
+    """A step could not be counted, which nobody had asked for."""
+
+
+def _count(task: ImageTask, config: TrainConfig, is_asked: bool = True) -> MemoryPlan:
     """Return what the starting run will take; the main process counts for all.
 
     Raises:
         UserError: the configuration cannot run; on all processes.
+        _NotCounted: instead, if it is not ``is_asked`` for.
     """
-    found = None
-    with agreed("counting the memory of a step"):
+    found, failed = None, list[Exception]()
+    with agreed("counting the memory of a step", None if is_asked else failed.append):
         if task.accelerator.is_main_process:
             found = asdict(plan_memory(type(task), config))
+    if failed:
+        raise _NotCounted(failed[0])
     plan = _as_plan(from_all_processes(found)[0])
     if task.accelerator.num_processes > 1:
         # DDP reduces in buckets that are a copy of the gradients

@@ -2,7 +2,7 @@
 
 ``memory = "auto"`` (:func:`choose`), ``tools/plan_memory.py`` (:func:`remedies`), the memory dry run (both) and the
 message when a step runs out of memory (:func:`advice`) go through the same table of settings, the cheapest first. What
-a configuration takes is asked of a function, ``count``: a trace on fake tensors, or the formula (``dry_run``).
+a configuration takes is asked of a function, ``count``: a trace on fake tensors (``dry_run``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from library.errors import UserError
 from library.files import read_toml
 from library.training.memory.budget import GIB, in_words
 
-Source = Literal["card", "fake device", "formula"]
+Source = Literal["card", "fake device"]
 PARTS = ("encoders", "weights", "LoRA", "gradients", "optimizer", "activations")
 RESERVE = round(FOR_CUDA * GIB)
 _ON_CPU = 0.95  # of the memory there is

@@ -12,9 +12,7 @@ import torch
 
 import library.training.memory.dry_run as dry_run
 import library.training.memory.policy as policy
-from library.config.schema import TrainConfig
 from library.errors import UserError
-from library.training.memory.dry_run import plan_memory
 from library.training.memory.policy import MemoryPlan
 from tests.cuda.device import FakeDevice
 from tests.processes import run_command
@@ -64,26 +62,37 @@ def test_it_tells_what_the_largest_batch_takes(base: Path, tmp_path: Path, capsy
     assert [int(each) for each in found.groups()] == [round(mib), round(mib), round(2 * mib)]
 
 
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("memory", ["manual", "auto"])
 def test_what_does_not_fit_is_refused_before_anything_is_cached(
     memory: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = two_sizes(tmp_path)
-    monkeypatch.setattr(dry_run, "plan_memory", by_formula_alone)
-    monkeypatch.setattr(dry_run, "available_bytes", lambda device: 3 * 2**20)  # a device of 3 MiB
+    monkeypatch.setattr(dry_run, "available_bytes", lambda device: 2**20)  # a device of 1 MiB
     settings = {"memory": memory} if memory == "auto" else {"memory_dry_run": True}
-    with pytest.raises(UserError, match="memory dry run: a step of 1 at 256x256 needs about .* of 3 MiB; ") as caught:
+    with pytest.raises(UserError, match="memory dry run: a step of 1 at 256x256 needs about .* of 1 MiB; ") as caught:
         run(base, data, tmp_path / "out", **settings)
     assert "\n" not in str(caught.value)
     if memory == "manual":
         printed = " ".join(capsys.readouterr().out.split())
         assert "with gradient_checkpointing = true: about" in printed
-        assert "by a formula, which may be off by 20 %" in printed
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
-def by_formula_alone(build: Any, config: TrainConfig) -> MemoryPlan:
-    return plan_memory(build, config, source="formula")
+def test_a_run_that_did_not_ask_goes_on_where_a_step_cannot_be_counted(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> MemoryPlan:
+        raise UserError("the memory could not be counted (a fault)")
+
+    monkeypatch.setattr(dry_run, "plan_memory", fails)
+    monkeypatch.setattr(dry_run, "_is_due", lambda *_: True)
+    run(base, two_sizes(tmp_path), tmp_path / "out", max_train_steps=1)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "memory dry run: left out (the memory could not be counted (a fault))" in printed
+    assert (tmp_path / "out" / "lora.safetensors").exists()
+    with pytest.raises(UserError, match="could not be counted"):
+        run(base, two_sizes(tmp_path / "more"), tmp_path / "asked", max_train_steps=1, memory_dry_run=True)
 
 
 @pytest.mark.usefixtures("counted")
