@@ -13,6 +13,7 @@ from pydantic import Field
 from library.config.markers import MUST_MATCH, Batch, Fraction, NotNegative, OnlyWith, Pairs, Positive, Section, Size
 from library.config.model_types import LANGUAGE_MODELS
 from library.config.schema import (
+    PREFERENCES,
     SAMPLED,
     AccelerateConfig,
     HubConfig,
@@ -27,7 +28,6 @@ from library.config.schema import (
 )
 
 _TALKS = OnlyWith(train_data=True)
-_PAIRS = OnlyWith(train_on=("preferences",))
 _ALONE = OnlyWith(", whose pairs stay side by side", train_on=("assistant", "all"))
 _DRAWN = OnlyWith(", which is 0 (greedy)", sample_temperature=True)
 HELD_OUT = OnlyWith(any_of=True, validation_data=True, validation_split=True)
@@ -91,10 +91,10 @@ class ChatDataConfig(ConversationsConfig):
         "assistant",
         description="tokens the loss counts: the assistant's, or all; preferences: DPO on chosen and rejected answers",
     )
-    dpo_beta: Annotated[float, Field(gt=0), MUST_MATCH, _PAIRS] = Field(
+    dpo_beta: Annotated[float, Field(gt=0), MUST_MATCH, PREFERENCES] = Field(
         0.1, description="DPO's beta: the higher, the nearer the model stays to its base"
     )
-    dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5), MUST_MATCH, _PAIRS] = Field(
+    dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5), MUST_MATCH, PREFERENCES] = Field(
         0.0, description="share of pairs taken to be labelled the wrong way round"
     )
     train_batch_size: Annotated[Batch, MUST_MATCH] = Field(

@@ -490,6 +490,21 @@ _IMAGES = (
         "a teacher's answers are the targets already; remove one of the two",
     ),
     Rule(
+        ("train_on", "distill_from"),
+        lambda s: s.train_on != "images" and s.distill_from,
+        "a teacher's answers take the place of what {train_on} learn from; remove one of the two",
+    ),
+    Rule(
+        ("train_on", "loss_type"),
+        lambda s: s.train_on == "preferences" and s.loss_type != "l2",
+        'preferences are told by the squared error, not {loss_type}; set loss_type = "l2"',
+    ),
+    Rule(
+        ("train_on", "preserve_outside_mask"),
+        lambda s: s.train_on != "images" and s.preserve_outside_mask,
+        "pairs have no frozen answer outside of a mask; name preserve_prompts, or add an is_reg subset",
+    ),
+    Rule(
         ("prior_loss_weight", "preserve"),
         lambda s: s.preserve != "none" and not s.prior_loss_weight,
         "0 leaves preserve = {preserve!r} without effect; raise it, or remove preserve",

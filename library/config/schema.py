@@ -84,6 +84,7 @@ _VALIDATED = OnlyWith(
     save_every_n_epochs=True,
 )
 _UPLOADED = OnlyWith(huggingface_repo_id=True)
+PREFERENCES = OnlyWith(train_on=("preferences",))
 _PRESERVED = OnlyWith(preserve=("prior",))
 _RANDOM_CAPTIONS = EffectOnly(where=("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard"))
 _PIPELINED = OnlyWith(pp=Above(1))
@@ -289,6 +290,22 @@ class PreservationConfig(Section):
         "auto",
         description="prompts (general, a file or none) that are not trained on: with them validations measure what the "
         "LoRA changes elsewhere, and their images are generated at the end; auto: general with preserve, else none",
+    )
+
+
+class PairsConfig(Section):
+    """Learning from pairs of images instead of single ones (docs/sliders_and_pairs.md)."""
+
+    train_on: Annotated[Literal["images", "preferences"], MUST_MATCH] = Field(
+        "images",
+        description="images: each image of the dataset; preferences: pairs of a chosen and a rejected image of one "
+        "prompt (DPO), of which paired_directory in the dataset TOML names the rejected ones",
+    )
+    dpo_beta: Annotated[float, Field(gt=0), MUST_MATCH, PREFERENCES] = Field(
+        2000.0, description="DPO's beta: the higher, the nearer the model stays to its base"
+    )
+    dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5), MUST_MATCH, PREFERENCES] = Field(
+        0.0, description="share of pairs taken to be labelled the wrong way round"
     )
 
 
@@ -809,6 +826,7 @@ class TrainConfig(Section):
     distillation: DistillationConfig = DistillationConfig()
     dataset: DatasetArguments
     preservation: PreservationConfig = PreservationConfig()
+    pairs: PairsConfig = PairsConfig()
     network: NetworkConfig = NetworkConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()

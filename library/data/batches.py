@@ -63,6 +63,7 @@ class Item:
     conditions: Conditions = NO_CONDITIONS
     prior: bool = False  # the frozen model's answer is the target
     key: str = ""  # names all of the above but the mask
+    views: int = 1  # rows of a batch that the sample is: of a pair there are two
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,10 @@ class Batch(TensorBatch):
     conditions: Conditions = NO_CONDITIONS
     prior: list[bool] = field(default_factory=list)  # of the B samples, whose target is the frozen model's answer
     keys: list[str] = field(default_factory=list)  # of the B samples, what an answer to each goes by
+    views: int = 1  # rows, next to each other, that are one sample: of a pair both, with the same id, noise and sigma
 
     def __len__(self) -> int:
-        return len(self.sample_ids)
+        return len(self.sample_ids) // self.views
 
     def chunk(self, count: int) -> list[Batch]:
         """Return ``count`` batches of equal size with the samples in their order."""
@@ -213,8 +215,7 @@ class CachedDataset(Dataset[Item]):
         self._first = repeats.cumsum(0) - repeats  # sample -> its first item
         self._has_masks = any(has_mask(sample) for sample in samples)
         self.sample_buckets: list[Bucket] = [
-            (sample.group.dataset, sample.fit.bucket, *(control.fit.encoded for control in sample.control_images))
-            for sample in samples
+            (sample.group.dataset, sample.fit.bucket, *sample.further_sizes) for sample in samples
         ]
         self.buckets: list[Bucket] = [self.sample_buckets[owner] for owner in self._owner.tolist()]
         regular: dict[Bucket, list[int]] = defaultdict(list)
@@ -289,6 +290,17 @@ class CachedDataset(Dataset[Item]):
         caption, key = source.text.caption, self.key(position)
         return Item(latents, text, weight, mask, sample_id, caption, conditions, source.prior, key)
 
+    def views(self, position: tuple[int, int]) -> list[Item]:
+        """Return the rows of a batch that an item is: itself, or of a pair both images; all else is the same."""
+        item, (source, rng) = self[position], self._seen(position)
+        first, *others = source.sample.pair
+        if not others:
+            return [item]
+        crop, fingerprint = self._crop(first, rng), str(self.image_fingerprint)
+        paths = [latent_path(each, source.flipped, fingerprint) for each in others]
+        rows = [item, *(replace(item, latents=read_cached(path, crop)["latents"]) for path in paths)]
+        return [replace(row, views=len(rows)) for row in rows]
+
     def key(self, position: tuple[int, int]) -> str:
         """Return the ``key`` of an item; nothing is read."""
         (source, rng), images, text = self._seen(position), str(self.image_fingerprint), str(self.text_fingerprint)
@@ -298,9 +310,9 @@ class CachedDataset(Dataset[Item]):
         return file_name(sample_id, latents, crop, [path.name for path in conditions], source.text.file(text))
 
     def __getitems__(self, positions: list[tuple[int, int]]) -> list[Item] | UserError:
-        """Return the items of a batch (asked for by the data loader); a worker returns its error (RaisingLoader)."""
+        """Return the rows of a batch (asked for by the data loader); a worker returns its error (RaisingLoader)."""
         try:
-            return [self[position] for position in positions]
+            return [row for position in positions for row in self.views(position)]
         except UserError as error:
             if get_worker_info() is None:
                 raise
@@ -405,10 +417,12 @@ def collate(items: list[Item]) -> Batch:
         conditions=stack_conditions([item.conditions for item in items]),
         prior=[item.prior for item in items],
         keys=[item.key for item in items],
+        views=items[0].views,
     )
 
 
-Bucket = tuple[int, Size, *tuple[Size, ...]]  # number of the dataset, size of the image, of its control images
+# number of the dataset, size of the image (of a pair, of both), of its control images
+Bucket = tuple[int, Size, *tuple[Size, ...]]
 
 
 @dataclass(frozen=True)

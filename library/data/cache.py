@@ -151,8 +151,9 @@ def latent_jobs(samples: Iterable[Sample], seed: int, fingerprint: str) -> Itera
     """
     for sample, flipped in ((each, flipped) for each in samples for flipped in each.orientations):
         image, size, conditions = sample.image.path, sample.fit.encoded, sample.group.cache / "conditions"
-        load: Callable = functools.partial(_load_sample, sample, flipped)
-        yield EncodeJob(latent_path(sample, flipped, fingerprint), "latents", image, size, load)
+        for each in sample.pair:
+            load: Callable = functools.partial(_load_sample, each, flipped)
+            yield EncodeJob(latent_path(each, flipped, fingerprint), "latents", each.image.path, size, load)
         for variant in range(sample.mask_variants):
             load = functools.partial(_load_masked, sample, flipped, variant, seed)
             path = conditions / _masked_name(sample, flipped, variant, seed, fingerprint)
@@ -241,6 +242,7 @@ def previews(sample: Sample, seed: int) -> list[tuple[str, Image.Image]]:
     for variant in range(min(_PREVIEWED, sample.mask_variants)):
         pixels, _ = _load_masked(sample, False, variant, seed, 1)
         found.append(("given to fill", to_image(pixels)))
+    found += [("other of the pair", to_image(_load_sample(each, False, 1)[0])) for each in sample.pair[1:]]
     return found + [("control image", control.load()) for control in sample.control_images]
 
 
@@ -248,7 +250,8 @@ def preview_names(sample: Sample) -> list[str]:
     """Return the words that :func:`previews` will have, without opening an image."""
     masks = ["loss mask"] if sample.mask is not None or sample.settings.alpha_mask else []
     fills = ["given to fill"] * min(_PREVIEWED, sample.mask_variants)
-    return masks + fills + ["control image"] * len(sample.control_images)
+    pairs = ["other of the pair"] * (sample.paired is not None)
+    return masks + fills + pairs + ["control image"] * len(sample.control_images)
 
 
 def _decode_sample(sample: Sample) -> tuple[Image.Image, Image.Image | None]:

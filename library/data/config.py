@@ -97,6 +97,7 @@ class SubsetSettings(_Table):
     conditioning_data_dir: str | None = None
     control_directory: str | None = None
     inpaint_mask_directory: str | None = None
+    paired_directory: str | None = None
     inpaint_alpha_mask: bool = False
     inpaint_masks: Annotated[tuple[MaskKind, ...], _AsTuple] | None = None
     inpaint_mask_variants: Annotated[int, Field(ge=1, le=10_000)] | None = None
@@ -162,9 +163,8 @@ def idle_keys(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: mark.reason(values) for key, mark in marks if isinstance(mark, OnlyWith) and mark.unmet(values)}
 
 
-SUBSET_ONLY = frozenset(
-    {"image_dir", "metadata_file", "conditioning_data_dir", "control_directory", "inpaint_mask_directory", "is_reg"}
-)
+_FOLDERS = ("image_dir", "conditioning_data_dir", "control_directory", "inpaint_mask_directory", "paired_directory")
+SUBSET_ONLY = frozenset({*_FOLDERS, "metadata_file", "is_reg"})
 _RESOLUTIONS = frozenset({"resolution", "resolutions"})
 SUBSET_KEYS = frozenset(SubsetSettings.model_fields)
 DATASET_KEYS = frozenset(DatasetSettings.model_fields)
@@ -200,13 +200,15 @@ class Subset:
     mask_dir: Path | None
     control_dir: Path | None = None
     inpaint_mask_dir: Path | None = None
+    paired_dir: Path | None = None
     inpainting: InpaintMasks | None = None  # of a fill model
     only: frozenset[str] | None = None  # the images of the folder that are meant; None: all
 
     @property
     def companion_dirs(self) -> list[Path]:
         """The folders of what belongs to its images."""
-        return [path for path in (self.mask_dir, self.control_dir, self.inpaint_mask_dir) if path is not None]
+        folders = (self.mask_dir, self.control_dir, self.inpaint_mask_dir, self.paired_dir)
+        return [path for path in folders if path is not None]
 
 
 @dataclass(frozen=True)
@@ -480,8 +482,7 @@ def _read_subset(file: _File, dataset: int, number: int, inherited: dict[str, An
 
 def _build_subset(file: _File, where: str, values: dict[str, Any], own: dict[str, Any], of_musubi: bool) -> Subset:
     """Return the subset with all its ``values``; ``own`` are those of them that are not inherited."""
-    folders_inside = {"image_dir", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"}
-    if own.get("recursive") and values.get("metadata_file") and not folders_inside & values.keys():
+    if own.get("recursive") and values.get("metadata_file") and values.keys().isdisjoint(_FOLDERS):
         raise UserError(f"{where}: recursive: has no effect, metadata_file lists the images; remove it")
     values = {"multiline_captions": of_musubi and not values.get("enable_wildcard")} | values
     settings = SubsetSettings.model_validate(_without_idle_words(where, values, own))
@@ -508,6 +509,7 @@ def _build_subset(file: _File, where: str, values: dict[str, Any], own: dict[str
         mask_dir=found("conditioning_data_dir", "folder"),
         control_dir=found("control_directory", "folder"),
         inpaint_mask_dir=found("inpaint_mask_directory", "folder"),
+        paired_dir=found("paired_directory", "folder"),
         inpainting=inpainting,
     )
 
@@ -515,7 +517,8 @@ def _build_subset(file: _File, where: str, values: dict[str, Any], own: dict[str
 def _without_idle_words(where: str, values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Return ``values`` without inherited words that mean nothing to this subset; its own ones are refused."""
     regular, word = values.get("is_reg"), (values.get("trigger_word") or "").strip()
-    idle = ("trigger_word", "preserve_class", "validation_split") if regular else () if word else ("preserve_class",)
+    idle: tuple[str, ...] = () if word else ("preserve_class",)
+    idle = ("trigger_word", "preserve_class", "validation_split", "paired_directory") if regular else idle
     if named := [key for key in idle if own.get(key)]:
         why = "on regularisation images, which show other things" if regular else "without trigger_word"
         raise UserError(f"{where}: {named[0]}: has no effect {why}; remove it")

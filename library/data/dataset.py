@@ -115,6 +115,21 @@ def check_masks(data: TrainingData, masked_loss: bool) -> None:
         raise UserError(f"{masked[0].group.subset.where}: {key} is set but masked_loss is not; set masked_loss = true")
 
 
+def check_pairs(data: TrainingData, train_on: str) -> None:
+    """Refuse pairs without ``train_on``, and with it single images and captions that take others' place."""
+    for sample in data.samples:
+        where, preservation = sample.group.subset.where, data.train.preservation
+        if train_on == "images":
+            if sample.paired is not None:
+                raise UserError(f'{where}: paired_directory is set but train_on is not; set train_on = "preferences"')
+        elif sample.paired is None and not sample.settings.is_reg:
+            what = f'no paired_directory, and train_on = "{train_on}" learns from pairs'
+            raise UserError(f"{where}: {what}; name the folder of the other images")
+        elif preservation is not None and preservation.captions(sample, sample.caption):
+            remedy = "remove it, and name preserve_prompts or add an is_reg subset"
+            raise UserError(f"preserve_class, preserve_blank: a pair is not seen with another caption; {remedy}")
+
+
 @dataclass(frozen=True)
 class Painted:
     """Pictures that the base has painted, each kind in a folder of its own (``library.training.sampling.painting``).
@@ -217,6 +232,11 @@ class TrainingData:
         return [sample for dataset in self._datasets for sample in dataset.samples]
 
     @property
+    def samples(self) -> list[Sample]:
+        """The samples to train on and those held out."""
+        return [*self.train.samples, *(self.validation.samples if self.validation else ())]
+
+    @property
     def cache_folders(self) -> list[Path]:
         """The folders that cache files are written into."""
         caches = dict.fromkeys(sample.group.cache for sample in self._samples)
@@ -310,7 +330,7 @@ class TrainingData:
     def hashed_samples(self) -> list[Sample]:
         """Return the samples to train on and those held out, contents hashed."""
         self._hash_contents()
-        return [*self.train.samples, *(self.validation.samples if self.validation else ())]
+        return self.samples
 
     def _hash_contents(self) -> None:
         """Hash the samples' files, and save what is read of them."""
@@ -376,6 +396,8 @@ def _describe_subset(name: str, samples: list[Sample]) -> str:
     ]
     if samples[0].mask is not None:
         marks.append("masks")
+    if samples[0].paired is not None:
+        marks.append("pairs")
     if (masks := samples[0].group.subset.inpainting) is not None:
         marks.append(masks.describe())
     if samples[0].control_images:

@@ -95,6 +95,7 @@ class Sample:
     inpaint_mask: SourceFile | None = None
     control_images: tuple[ControlImage, ...] = ()
     caption_file: str | None = None
+    paired: SourceFile | None = None
 
     @property
     def settings(self) -> SubsetSettings:
@@ -104,8 +105,18 @@ class Sample:
     @property
     def files(self) -> list[SourceFile]:
         """The files its tensors follow from."""
-        masks = [file for file in (self.mask, self.inpaint_mask) if file is not None]
-        return [self.image, *masks, *(control.file for control in self.control_images)]
+        others = [file for file in (self.mask, self.inpaint_mask, self.paired) if file is not None]
+        return [self.image, *others, *(control.file for control in self.control_images)]
+
+    @property
+    def pair(self) -> tuple[Sample, ...]:
+        """It, and of a pair the sample of the other image, of which all else is the same."""
+        return (self,) if self.paired is None else (self, replace(self, image=self.paired, paired=None))
+
+    @property
+    def further_sizes(self) -> list[Size]:
+        """The sizes of the images that are trained with it."""
+        return [self.fit.bucket] * (self.paired is not None) + [one.fit.encoded for one in self.control_images]
 
     @property
     def orientations(self) -> tuple[bool, ...]:
@@ -275,6 +286,8 @@ def _load_subset(
         for mask in (source.mask, source.inpaint_mask):
             if mask is not None:
                 check_mask_shape(mask, size)
+        if source.paired is not None:
+            check_mask_shape(source.paired, size, "paired image")
         held_out = times == 0
         fit = buckets.fit(size, settings.random_crop and not held_out, source.image.path)
         if group.subset.only is not None and math.prod(size) <= buckets.area and not any(side % unit for side in size):
@@ -282,7 +295,7 @@ def _load_subset(
         how = (sizing, fit.bucket, unit, settings.resize_interpolation)
         controls = tuple(ControlImage.of(file, *how) for file in source.control_images)
         known = (source.image, source.mask, source.caption, fit, max(1, times), identity, held_out, source.inpaint_mask)
-        samples.append(Sample(group, *known, controls, source.caption_file))
+        samples.append(Sample(group, *known, controls, source.caption_file, source.paired))
     return samples
 
 
@@ -298,12 +311,12 @@ def _mask_lines(subset: Subset, fits: Sequence[tuple[Source, tuple[Fit]]], index
     return [*lines, *said.values()]
 
 
-def check_mask_shape(mask: SourceFile, size: tuple[int, int]) -> None:
+def check_mask_shape(mask: SourceFile, size: tuple[int, int], what: str = "mask") -> None:
     """Refuse a mask that is not in the proportions of its image of ``size``, a side being off by more than 1 %."""
     assert mask.size is not None
     if not same_shape(mask.size, size):
         raise UserError(
-            f"{mask.path}: mask of {size_text(mask.size)} for an image of {size_text(size)}; "
+            f"{mask.path}: {what} of {size_text(mask.size)} for an image of {size_text(size)}; "
             "save it in the image's proportions"
         )
 

@@ -7,10 +7,10 @@ start at ``image_dir``, without one at the metadata file's folder, and may not l
 image as ``control_path``, or several as ``control_path_0``, ``control_path_1``, ...; such paths start at
 ``control_directory``, without one at the metadata file's folder.
 
-Masks and control images belong to an image by its name: a file of the image's stem in a folder of its own,
-``photos/cat.jpg`` has ``masks/cat.png``. Of control images there may be several: ``cat_0.png``, ``cat_1.png`` (or with
-leading zeros), counted from 0. With ``recursive`` the folders inside ``image_dir`` belong to it, and folders of masks
-and control images have the same folders inside: ``photos/paris/cat.jpg`` has ``masks/paris/cat.png``.
+Masks, control images and the other image of a pair belong to an image by its name: a file of the image's stem in a
+folder of its own, ``photos/cat.jpg`` has ``masks/cat.png``. Of control images there may be several: ``cat_0.png``,
+``cat_1.png`` (or with leading zeros), counted from 0. With ``recursive`` the folders inside ``image_dir`` belong to it,
+and the other folders have the same folders inside: ``photos/paris/cat.jpg`` has ``masks/paris/cat.png``.
 
 Of a caption's lines all are trained on with ``multiline_captions``, one at a time with ``enable_wildcard`` (lines that
 are in none of the variants are counted in a note), else the first, as in sd-scripts (whose ``read_caption`` takes it
@@ -65,20 +65,22 @@ class Source:
     mask: SourceFile | None = None  # weighs the loss
     inpaint_mask: SourceFile | None = None
     control_images: tuple[SourceFile, ...] = ()
+    paired: SourceFile | None = None
     more_lines: bool = False
     caption_file: str | None = None
     is_refused: bool = False
 
     @property
     def files(self) -> list[SourceFile]:
-        """The image, its masks and control images."""
-        return [f for f in (self.image, self.mask, self.inpaint_mask, *self.control_images) if f is not None]
+        """The image, its masks and control images, and the other image of a pair."""
+        files = (self.image, self.mask, self.inpaint_mask, self.paired, *self.control_images)
+        return [file for file in files if file is not None]
 
 
 def find_sources(
     subset: Subset, index: FileIndex, warnings: list[str], conditioning: ConditionKind = "none", variants: int = 1
 ) -> list[Source]:
-    """List a subset's images with captions, masks and control images, sorted by name.
+    """List a subset's images with captions, masks, control images and pairs, sorted by name.
 
     Args:
         subset: where to look.
@@ -88,8 +90,11 @@ def find_sources(
         variants: how many are drawn of a caption.
     """
     found = find_images(subset, index, warnings, conditioning, None)
-    masks, fills = (_find_masks(subset, key, found, index, warnings) for key in _MASKS)
-    found = [replace(s, mask=mask, inpaint_mask=fill) for s, mask, fill in zip(found, masks, fills, strict=True)]
+    companions = zip(*(_find_companions(subset, key, found, index, warnings) for key in _COMPANIONS), strict=True)
+    found = [
+        replace(source, mask=mask, inpaint_mask=fill, paired=paired)
+        for source, (mask, fill, paired) in zip(found, companions, strict=True)
+    ]
     _note_trigger(subset, found, warnings, variants)
     if conditioning == "references":
         found = _with_control_images(subset, found, index, warnings)
@@ -138,21 +143,26 @@ def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, 
     return found
 
 
-_MASKS = {  # key -> what is known of the folder that it names, and what to do about an image without a mask
-    "conditioning_data_dir": ("mask_dir", "add one of the same name, or put images that count whole in another subset"),
-    "inpaint_mask_directory": ("inpaint_mask_dir", "add an image of the same name, white where to fill"),
-}
+_COMPANIONS = {  # key -> what is known of the folder that it names, its files, and the remedy for an image without one
+    "conditioning_data_dir": (
+        "mask_dir", "mask", "add one of the same name, or put images that count whole in another subset"
+    ),
+    "inpaint_mask_directory": ("inpaint_mask_dir", "mask", "add an image of the same name, white where to fill"),
+    "paired_directory": ("paired_dir", "image", "add the other image of the pair, of the same name"),
+}  # fmt: skip
 
 
-def _find_masks(
+def _find_companions(
     subset: Subset, key: str, sources: Sequence[Source], index: FileIndex, warnings: list[str]
 ) -> Sequence[SourceFile | None]:
-    """Return the mask of every image in the folder that ``key`` names."""
-    attribute, remedy = _MASKS[key]
+    """Return of every image the one of its name in the folder that ``key`` names: its mask, or the other of a pair."""
+    attribute, what, remedy = _COMPANIONS[key]
     folder: Path | None = getattr(subset, attribute)
     if folder is None:
         return [None] * len(sources)
     recursive, beside = subset.settings.recursive, folder == subset.image_dir
+    if beside and what == "image":
+        raise UserError(f"{subset.where}: {key} is image_dir itself; name the folder of the other images")
     files = list_folder(folder, recursive)
     files = {name: files[name] for name in _masks_among(subset, files)} if beside else files
     by_stem = defaultdict[str, list[str]](list)
@@ -164,10 +174,10 @@ def _find_masks(
     if missing := [source.name for names, source in zip(found, sources, strict=True) if not names]:
         some = _some_of(missing, len(sources))
         if not beside or subset.inpainting is not None:
-            raise UserError(f"{subset.where}: no mask in {key} {folder} for {some}; {remedy}")
+            raise UserError(f"{subset.where}: no {what} in {key} {folder} for {some}; {remedy}")
         warnings.append(f"{subset.where}: no {_LABELS[0]} file for {some}, which count whole, as in OneTrainer")
     used = [_only(names, holder) if names else None for names in found]
-    _note_unused(subset.where, "masks", folder, files, set(filter(None, used)), warnings)
+    _note_unused(subset.where, f"{what}s", folder, files, set(filter(None, used)), warnings)
     return [None if name is None else index.image(f"{folder}{os.sep}{name}", files[name]) for name in used]
 
 

@@ -84,7 +84,8 @@ class RunInputs:
             caption = drawn_from(each.caption, each.settings)
             masks = [file and file.content for file in (each.mask, each.inpaint_mask)]
             controls, repeats = [image.key() for image in each.control_images], 1 if each.held_out else each.repeats
-            aspects = (each.image.content, caption, masks, controls, each.fit, repeats, each.held_out)
+            images = each.image.content if each.paired is None else (each.image.content, each.paired.content)
+            aspects = (images, caption, masks, controls, each.fit, repeats, each.held_out)
             key = each.identity if by_path else each.identity.partition("\n")[2]
             self.add(key, aspects, Path(each.image.path).name)
         return self

@@ -249,12 +249,14 @@ def _batch_in_words(data: TrainingData) -> str:
 
 def noise_batch(task: ImageTask, text: dict[str, Tensor]) -> Batch:
     """Return a batch of the largest bucket as the data loader gives it, of noise."""
-    data, (sample, size), noise = task.data, largest(task.data), generator("memory dry run")
+    data, (sample, samples), noise = task.data, largest(task.data), generator("memory dry run")
     channels, factor, unit = task.family.latent_channels, data.latent_factor, task.family.patch_size
     pixels = [sample.fit.bucket, *(control.fit.encoded for control in sample.control_images)]
     # in whole patches
     sides = [(high // factor // unit * unit, wide // factor // unit * unit) for wide, high in pixels]
     (height, width), *references = sides
+    views = len(sample.pair)
+    size = samples * views
 
     def latents(h: int, w: int) -> Tensor:
         return torch.randn(size, channels, h, w, generator=noise)
@@ -267,7 +269,8 @@ def noise_batch(task: ImageTask, text: dict[str, Tensor]) -> Batch:
     masks = torch.ones(size, 1, height, width) if data.has_regions else None
     batched = {name: tensor[None].expand(size, *tensor.shape).contiguous() for name, tensor in text.items()}
     captions = [max(data.captions(), key=len)] * size
-    return Batch(latents(height, width), batched, torch.ones(size), masks, list(range(size)), captions, conditions)
+    weights, ids = torch.ones(size), [number for number in range(samples) for _ in range(views)]
+    return Batch(latents(height, width), batched, weights, masks, ids, captions, conditions, views=views)
 
 
 def _is_due(config: TrainConfig, on_cpu: bool) -> bool:

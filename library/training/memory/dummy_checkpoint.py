@@ -38,7 +38,8 @@ def with_dummies(config: TrainConfig, folder: Path) -> tuple[TrainConfig, list[s
         notes.append(f"{missing[0]} is not there: merged as the base is loaded, it takes no memory of its own")
     if not Path(config.dataset.dataset_config).expanduser().exists():
         conditioning = family_class(config.model.model_type).conditioning
-        toml = write_dataset(folder / "dataset", conditioning)
+        pairs = config.pairs.train_on == "preferences"
+        toml = write_dataset(folder / "dataset", conditioning, pairs=pairs)
         changes["dataset"] = config.dataset.model_copy(update={"dataset_config": str(toml)})
         notes.append(f"{config.dataset.dataset_config} is not there: one image of 1024 x 1024, 512 text tokens")
     return config.model_copy(update=changes), notes
@@ -105,17 +106,18 @@ def write_specs(path: Path, specs: TensorSpecs, metadata: Mapping[str, str] | No
         file.truncate(8 + len(text) + at)
 
 
-def write_dataset(folder: Path, conditioning: ConditionKind = "none", side: int = 1024) -> Path:
-    """Write a grey image with a caption, and what it is conditioned on; return the TOML."""
-    given = {"none": "", "fill": 'inpaint_masks = ["rectangles"]', "references": 'control_directory = "controls"'}
-    for name in ("images", *(["controls"] if conditioning == "references" else [])):
+def write_dataset(folder: Path, conditioning: ConditionKind = "none", side: int = 1024, pairs: bool = False) -> Path:
+    """Write a grey image with a caption, what it is conditioned on, and the other of a pair; return the TOML."""
+    given = {"none": "", "fill": 'inpaint_masks = ["rectangles"]', "references": 'control_directory = "images"'}
+    paired = 'paired_directory = "others"\n' if pairs else ""
+    for name in ("images", "others") if pairs else ("images",):
         (folder / name).mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (side, side), (0, 127, 127)).save(folder / name / "0.png")
     (folder / "images" / "0.txt").write_text(_CAPTION, encoding="utf-8")
     toml = folder / "dataset.toml"
     toml.write_text(
         f'[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = {side}\nbatch_size = 1\n'
-        f'[[datasets.subsets]]\nimage_dir = "images"\n{given[conditioning]}\n',
+        f'[[datasets.subsets]]\nimage_dir = "images"\n{paired}{given[conditioning]}\n',
         encoding="utf-8",
     )
     return toml

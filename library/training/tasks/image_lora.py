@@ -41,7 +41,15 @@ from library.data.batches import (
 )
 from library.data.cache import TextJob, absent, discard_damaged
 from library.data.caption_command import write_captions
-from library.data.dataset import ENCODING_CAPTIONS, ENCODING_IMAGES, Painted, TrainingData, build_dataset, check_masks
+from library.data.dataset import (
+    ENCODING_CAPTIONS,
+    ENCODING_IMAGES,
+    Painted,
+    TrainingData,
+    build_dataset,
+    check_masks,
+    check_pairs,
+)
 from library.data.lint import captions_of, long_captions, refuse_damaged, summarise
 from library.errors import UserError, counted, names_in_short
 from library.models.family import Family
@@ -57,7 +65,6 @@ from library.processes import agreed
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
 from library.training.compiling import plan_compilation
-from library.training.flow import NOISE_LEVELS
 from library.training.memory.block_swap import Ring, describe_rings, kind_sizes, swap_blocks, swapped_per_kind
 from library.training.memory.budget import recompute_blocks
 from library.training.memory.dry_run import fit_memory
@@ -76,11 +83,14 @@ from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
 from library.training.step_graphs import why_eager
 from library.training.tasks.distillation import prepare_teacher
+from library.training.tasks.image_preferences import PreferenceStep
 from library.training.tasks.image_step import FlowStep, StepInputs, Teacher, check_seam
 from library.training.tasks.lora import LoraTask
 from networks.files.layouts import PRECISIONS
 from networks.merging.merge import BaseWeights, read_base_weights
 from networks.network import AdapterNetwork, inject_adapter
+
+STEPS: Mapping[str, type[FlowStep]] = {"images": FlowStep, "preferences": PreferenceStep}  # by train_on
 
 
 class ImageLora(LoraTask):
@@ -98,7 +108,6 @@ class ImageLora(LoraTask):
     """
 
     metric: ClassVar[str] = "sigma_mean"
-    more_metrics = tuple(f"loss/sigma_{i / NOISE_LEVELS:g}-{(i + 1) / NOISE_LEVELS:g}" for i in range(NOISE_LEVELS))
     suffix: ClassVar[str] = ".safetensors"
 
     plan: ImagePlan
@@ -125,6 +134,7 @@ class ImageLora(LoraTask):
         self.family = family = model_family(raw_config.model)
         self.plan = resolve_images(raw_config, family)
         config, self.dtype, self.training = self.plan.config, self.plan.dtype, self.plan.config.training
+        self.more_metrics = STEPS[config.pairs.train_on].more_metrics
         self.base_weights = read_base_weights(
             config.network.base_weights, config.network.base_weights_multiplier, family.targets
         )
@@ -196,6 +206,7 @@ class ImageLora(LoraTask):
             painted,
         )
         check_masks(data, config.flow.masked_loss)
+        check_pairs(data, config.pairs.train_on)
         check_seam(config.flow, data)
         check_references(data, self.family.most_references)
         return data
@@ -424,9 +435,9 @@ class ImageLora(LoraTask):
         self.loader = RaisingLoader(self.loader)
         outside = config.training.prior_loss_weight if config.preservation.preserve_outside_mask else 0.0
         lockstep = config.preservation.preserve != "none" and config.parallel.gathers_weights
-        self.step = FlowStep(
+        self.step = STEPS[config.pairs.train_on](
             self.family, config.flow, config.training.seed, self.text_encoders, self.teacher, self.network, outside,
-            lockstep,
+            lockstep, pairs=config.pairs,
         )  # fmt: skip
         self._capture_steps()
 
@@ -480,17 +491,17 @@ class ImageLora(LoraTask):
         return losses | {"val_prior_loss": changed}
 
     def _held_out_losses(self) -> dict[str, float]:
-        """Return the losses at each noise level, and their mean."""
-        sigmas = self.plan.config.validation.validation_sigmas
+        """Return the losses at each noise level, their mean, and the means of what else is measured."""
+        sigmas, names = self.plan.config.validation.validation_sigmas, ("loss", *self.step.more_validated)
 
         def measure(batch: Batch) -> tuple[Tensor, int]:
-            on_device = batch.to(self.accelerator.device)
-            losses = self.step.validation_losses(self.engine.models[0], on_device, sigmas)
-            return losses.double().view(len(sigmas), -1).sum(dim=1), len(batch)
+            values = self.step.validated(self.engine.models[0], batch.to(self.accelerator.device), sigmas)
+            return values.double().sum(dim=1).flatten(), len(batch)
 
-        means = self.engine.mean_over(lambda: self.held_out, measure, len(sigmas))
-        parts = {f"val_loss/sigma_{sigma:g}": mean for sigma, mean in zip(sigmas, means, strict=True)}
-        return {"val_loss": sum(means) / len(means), **parts}
+        means = self.engine.mean_over(lambda: self.held_out, measure, len(sigmas) * len(names))
+        losses = dict(zip(sigmas, means[:: len(names)], strict=True))
+        found = {f"val_{name}": sum(means[i :: len(names)]) / len(sigmas) for i, name in enumerate(names)}
+        return found | {f"val_loss/sigma_{sigma:g}": loss for sigma, loss in losses.items()}
 
     @property
     def save_format(self) -> str:  # type: ignore[override]
@@ -516,10 +527,10 @@ class ImageLora(LoraTask):
     def describe_batch(self, batch: Batch) -> str:
         height, width = (side * self.data.latent_factor for side in batch.latents.shape[-2:])
         names = ", ".join(self.sample_names(batch)[:4])
-        return f"the batch of {len(batch.sample_ids)} at {width}x{height} ({names})"
+        return f"the batch of {len(batch)} at {width}x{height} ({names})"
 
     def sample_names(self, batch: Batch) -> list[str]:
-        return [sample.image.path for sample in self.data.train.samples_of(batch.sample_ids)]
+        return [sample.image.path for sample in self.data.train.samples_of(batch.sample_ids[:: batch.views])]
 
 
 def check_references(data: TrainingData, most: int | None) -> None:
@@ -544,7 +555,7 @@ def training_loader(
     if workers and shared.is_dir() and data.train.image_fingerprint is not None:  # cached, which a dry run has not
         train, nbytes = data.train, 0
         for bucket in set(train.buckets):
-            first = collate([train[0, train.buckets.index(bucket)]]).tensors()
+            first = collate(train.views((0, train.buckets.index(bucket)))).tensors()
             nbytes = max(nbytes, sum(tensor.nbytes for tensor in first) * train.batch_sizes[bucket])
         needed, free = 2 * (2 * workers + 2) * nbytes * accelerator.num_processes, shutil.disk_usage(shared).free
         if needed > free:

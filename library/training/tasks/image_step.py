@@ -29,21 +29,23 @@ a mean over both); the sum over the mask is OneTrainer's ``masked_prior_preserva
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, max_pool2d
 
 from library.conditions import Conditions
-from library.config.schema import FlowConfig
+from library.config.schema import FlowConfig, PairsConfig
 from library.data.batches import Batch, TensorBatch
 from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.models.family import Family
 from library.safetensors_io import read_checked
 from library.training.flow import (
+    NOISE_LEVELS,
     add_noise,
     by_noise_level,
     loss_weights,
@@ -85,7 +87,17 @@ class StepInputs(TensorBatch):
 
 @dataclass(frozen=True)
 class FlowStep:
-    """What a forward pass needs besides the batch."""
+    """What a forward pass needs besides the batch.
+
+    Attributes:
+        more_metrics: of the columns that :meth:`loss` returns behind sigma.
+        more_validated: likewise of those of :meth:`validated` behind the loss.
+    """
+
+    more_metrics: ClassVar[Sequence[str]] = tuple(
+        f"loss/sigma_{i / NOISE_LEVELS:g}-{(i + 1) / NOISE_LEVELS:g}" for i in range(NOISE_LEVELS)
+    )
+    more_validated: ClassVar[Sequence[str]] = ()
 
     family: Family
     flow: FlowConfig
@@ -96,6 +108,7 @@ class FlowStep:
     outside_mask: float = 0.0  # weight of these outside of masks
     lockstep: bool = False  # every process runs the model as often as the others, which gather its weights with it
     rounds_text: bool = False  # to few lengths, for steps that are captured
+    pairs: PairsConfig = field(default_factory=PairsConfig)
 
     def text(self, batch: Batch) -> dict[str, Tensor]:
         """Return the batch's text embeddings: as cached, those of encoders in training computed now."""
@@ -130,7 +143,7 @@ class FlowStep:
             text = self.family.rounded_text(text)
         if rows and self.text_encoders is not None and self.network is not None:
             with torch.no_grad(), self.network.bypassed():
-                frozen_text = self.text(batch if len(rows) == len(batch) else batch.rows(rows))
+                frozen_text = self.text(batch if len(rows) == len(batch.sample_ids) else batch.rows(rows))
         preserves = torch.tensor(batch.prior).to(device, non_blocking=True) if any(batch.prior) else None
         return StepInputs(
             noisy=noisy,
@@ -182,8 +195,8 @@ class FlowStep:
             answers = self._velocity(model, noisy, sigmas, text, conditions)
         return given.target.index_copy(0, rows, answers.to(given.target.dtype))
 
-    def validation_losses(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
-        """Return each held-out sample's unweighted loss at each sigma, [len(sigmas) * B]; the noise never changes.
+    def validated(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
+        """Return each held-out sample's unweighted loss at each sigma, [len(sigmas), B, 1]; the noise never changes.
 
         Masks count, the seam's extra weight does not.
         """
@@ -192,12 +205,12 @@ class FlowStep:
         for noisy, target, everywhere in self._validated(batch, sigmas):
             velocity = self._velocity(model, noisy, everywhere, text, batch.conditions)
             losses.append(sample_losses(self.flow, velocity, target, regions))
-        return torch.cat(losses)
+        return torch.stack(losses)[..., None]
 
     def prior_losses(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
         """Return how far the LoRA has moved each sample's velocity at each sigma, [len(sigmas) * B].
 
-        That is mean((v - v_0)^2) at the noise of :meth:`validation_losses`. On pictures that the model itself has
+        That is mean((v - v_0)^2) at the noise of :meth:`validated`. On pictures that the model itself has
         painted v_0 is the best answer there is, and this is by how much the squared error grows: the same unit as that
         of a fall of the held-out loss.
         """
@@ -217,7 +230,7 @@ class FlowStep:
         """Yield noisy latents, their velocity and the noise level [B] for each of ``sigmas``; the noise is fixed."""
         for sigma in sigmas:
             noise = noise_for(batch.latents, batch.sample_ids, "validation", round(sigma * 1e6))
-            everywhere = torch.full((len(batch),), sigma)
+            everywhere = torch.full((len(batch.sample_ids),), sigma)
             yield *add_noise(batch.latents, noise, everywhere), everywhere
 
     def _velocity(

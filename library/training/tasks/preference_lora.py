@@ -1,18 +1,7 @@
 """A LoRA for a language model, trained on preferences: of two answers to the same chat, one is the better.
 
-Direct preference optimisation (DPO, https://arxiv.org/abs/2305.18290): with log p(y) the log-probability of an answer's
-tokens together, and p_0 the base model's,
-
-    reward(y) = beta (log p(y) - log p_0(y))        loss = -log sigmoid(reward(chosen) - reward(rejected))
-
-so the model is to prefer the chosen answer by more than its base does, and beta says what moving away from the base
-costs. Label smoothing s (https://ericmitchell.ai/cdpo.pdf) takes s of the pairs to be labelled the wrong way round:
-
-    loss = -(1 - s) log sigmoid(margin) - s log sigmoid(-margin)        margin = reward(chosen) - reward(rejected)
-
-The base is the same model with the LoRA switched off: nothing is loaded twice. It is asked first, without gradients,
-so that its activations are gone before those of training come. A LoRA that training goes on from (``network_weights``)
-is no part of it.
+DPO (``library.training.tasks.dpo``), with log p(y) the log-probability of an answer's tokens together. The base is
+asked first, without gradients, so that its activations are gone before those of training come.
 
 A step's loss is the mean over its pairs, whatever the batch size, the accumulation and the number of processes are.
 """
@@ -20,13 +9,11 @@ A step's loss is the mean over its pairs, whatever the batch size, the accumulat
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from library.llm.chat_batches import ChatBatch, PairSampler
 from library.training.tasks.chat_lora import ChatLora
-
-REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")  # as TRL calls them
+from library.training.tasks.dpo import REWARDS, dpo_loss
 
 
 class PreferenceLora(ChatLora):
@@ -59,16 +46,3 @@ class PreferenceLora(ChatLora):
             base = model(tokens, targets, by_row=True)
         log_ratios = base - model(tokens, targets, by_row=True)  # cross-entropies, of which log p is minus one times
         return dpo_loss(log_ratios.view(-1, 2), chat.dpo_beta, chat.dpo_label_smoothing)
-
-
-def dpo_loss(log_ratios: Tensor, beta: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return each pair's loss, [B] with gradient, and its ``REWARDS``, [B, 4] without; the last is 1 or 0.
-
-    Args:
-        log_ratios: [B, 2] fp32, log p(y) - log p_0(y) of the chosen and of the rejected answer.
-        beta, label_smoothing: see the module's text.
-    """
-    rewards = beta * log_ratios
-    margins = rewards[:, 0] - rewards[:, 1]
-    losses = -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
-    return losses, torch.column_stack([rewards, margins, margins > 0]).detach()

@@ -82,7 +82,7 @@ class Task(ABC):
     """
 
     metric: ClassVar[str | None] = None
-    more_metrics: ClassVar[Sequence[str]] = ()
+    more_metrics: Sequence[str] = ()
     from_val_loss: ClassVar[Mapping[str, Callable[[float], float]]] = {}
     throughput: tuple[str, int] = ("samples_per_s", 1)
     epoch_unit: ClassVar[str] = "batches"  # what an epoch is counted in

@@ -126,7 +126,7 @@ def test_validation_counts_the_region_and_not_the_seam() -> None:
     plain = FlowStep(_Zero(), FlowConfig(masked_loss=True), seed=0)  # type: ignore[arg-type]
     model = torch.nn.Identity()
     one = batch(fill=fill)
-    assert torch.equal(step.validation_losses(model, one, [0.3]), plain.validation_losses(model, one, [0.3]))
+    assert torch.equal(step.validated(model, one, [0.3]), plain.validated(model, one, [0.3]))
     assert step.loss(model, one, 0)[0] > plain.loss(model, one, 0)[0]
 
 
@@ -158,7 +158,7 @@ def squared_errors(
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
     """What runs of a test compute: (step, sigma, loss) of training samples, {sigma: loss} of held-out ones."""
     losses: dict[str, list] = {"trained": [], "held out": []}
-    own_loss, own_validation = FlowStep.loss, FlowStep.validation_losses
+    own_loss, own_validation = FlowStep.loss, FlowStep.validated
 
     def loss(self: FlowStep, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         tokens = batch.latents.shape[-1] * batch.latents.shape[-2] // self.family.patch_size**2
@@ -167,7 +167,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
         losses["trained"] += [(step + 1, *pair) for pair in zip(sigmas.tolist(), errors, strict=True)]
         return own_loss(self, model, batch, step)
 
-    def validation_losses(self: FlowStep, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
+    def validated(self: FlowStep, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
         for sigma in sigmas:
             noise = noise_for(batch.latents, batch.sample_ids, "validation", round(sigma * 1e6))
             at = torch.full((len(batch),), sigma)
@@ -176,7 +176,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
         return own_validation(self, model, batch, sigmas)
 
     monkeypatch.setattr(FlowStep, "loss", loss)
-    monkeypatch.setattr(FlowStep, "validation_losses", validation_losses)
+    monkeypatch.setattr(FlowStep, "validated", validated)
     return losses
 
 

@@ -1,0 +1,235 @@
+"""Pairs of images: a batch beside diffusers, peft and the published formula in float64; properties; whole runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import FluxTransformer2DModel
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from PIL import Image
+from torch import Tensor
+
+from library.config.schema import FlowConfig, ModelConfig, NetworkConfig, PairsConfig, TrainingConfig
+from library.data.batches import Batch
+from library.errors import UserError
+from library.models.family import Family
+from library.models.family_by_name import model_family
+from library.models.flux.files import FLUX_TARGETS
+from library.training.flow import noise_for, sample_sigmas
+from library.training.memory.budget import recompute_blocks
+from library.training.tasks.dpo import REWARDS
+from library.training.tasks.image_preferences import PreferenceStep
+from networks.network import AdapterNetwork, inject_adapter
+from networks.options import parse_network_args
+from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
+from tests.runs import (
+    arguments,
+    assert_same_metrics,
+    lora,
+    metrics,
+    pipeline_forward,
+    run,
+    same,
+    train_flags,
+    write_dataset,
+)
+from tests.tiny import tiny_flux_inputs
+from tests.worker_group import run_in_group
+
+RANK, ALPHA, SEED, STEP = 4, 3.0, 9, 11
+FLOW = FlowConfig(timestep_sampling="flux_shift", guidance_scale=3.5)
+
+
+@pytest.fixture(scope="module")
+def family(base: Path) -> Family:
+    return model_family(ModelConfig(pretrained_model_name_or_path=str(base)))
+
+
+def with_lora(family: Family) -> tuple[torch.nn.Module, AdapterNetwork]:
+    transformer = family.load_transformer(torch.float32)
+    options = parse_network_args(NetworkConfig(network_dim=RANK, network_alpha=ALPHA), FLUX_TARGETS)
+    network = fill_up(inject_adapter(transformer, options, FLUX_TARGETS, seed=0, dtype=torch.float32))
+    return transformer.train(), network
+
+
+def pairs_of(count: int = 2, masks: Tensor | None = None) -> Batch:
+    """Pairs of latents, one after the other, with the same text and the same id."""
+    inputs = tiny_flux_inputs(batch=2 * count)
+    text = {k: inputs[k][::2].repeat_interleave(2, dim=0) for k in ("prompt_embeds", "pooled_prompt_embeds")}
+    ids = [5 + row // 2 for row in range(2 * count)]
+    masks = None if masks is None else masks.repeat_interleave(2, dim=0)
+    return Batch(inputs["latents"], text, torch.ones(2 * count), masks, ids, views=2)
+
+
+def swapped(batch: Batch) -> Batch:
+    """The same pairs the other way round."""
+    return batch.rows([row ^ 1 for row in range(len(batch.sample_ids))])
+
+
+class Plain:
+    """diffusers' transformer with peft's LoRA, in float64, and the inputs of a step as the papers write them."""
+
+    def __init__(self, base: Path, network: AdapterNetwork, batch: Batch) -> None:
+        model = FluxTransformer2DModel.from_pretrained(base, subfolder="transformer").requires_grad_(False)
+        model.add_adapter(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(network.modules)))
+        self.model = model.double().train()
+        self.named = dict(self.model.named_parameters())
+        copy_to_peft(network, self.named)
+        noise = noise_for(batch.latents, batch.sample_ids, SEED, STEP)
+        self.sigmas = sample_sigmas(FLOW, batch.sample_ids, 16, SEED, STEP).double()
+        self.noisy = torch.lerp(batch.latents.double(), noise.double(), self.sigmas.view(-1, 1, 1, 1))
+        self.target = noise.double() - batch.latents.double()
+
+    def velocity(self, text: dict[str, Tensor], rows: Sequence[int], strength: float = 1.0) -> Tensor:
+        """Return the velocity of some rows at a strength of the LoRA; 0: of the base, without gradients."""
+        for module in self.model.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling["default"] = strength * ALPHA / RANK
+        chosen = {name: tensor[list(rows)].double() for name, tensor in text.items()}
+        with torch.set_grad_enabled(strength != 0):
+            return pipeline_forward(self.model, self.noisy[list(rows)], self.sigmas[list(rows)], chosen, guidance=3.5)
+
+
+def assert_gradients(network: AdapterNetwork, plain: Plain) -> None:
+    assert_gradients_are_pefts(network, plain.named, 1e-4)  # ours in fp32
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_preferences_have_the_loss_and_gradients_of_diffusion_dpo(
+    base: Path, family: Family, smoothing: float, checkpointing: bool
+) -> None:
+    transformer, network = with_lora(family)
+    if checkpointing:
+        recompute_all(transformer, family)
+    batch, beta = pairs_of(), 30.0
+    settings = PairsConfig(train_on="preferences", dpo_beta=beta, dpo_label_smoothing=smoothing)
+    step = PreferenceStep(family, FLOW, SEED, network=network, pairs=settings)
+    loss, values = step.loss(transformer, batch, STEP)
+    loss.backward()
+
+    plain, rows = Plain(base, network, batch), range(4)
+    errors = (plain.velocity(batch.text, rows) - plain.target).square().mean(dim=(1, 2, 3))
+    base_errors = (plain.velocity(batch.text, rows, 0.0) - plain.target).square().mean(dim=(1, 2, 3))
+    chosen, rejected = (errors - base_errors).view(-1, 2).unbind(1)
+    inside = -beta / 2 * (chosen - rejected)  # equation 14
+    expected = (-(1 - smoothing) * F.logsigmoid(inside) - smoothing * F.logsigmoid(-inside)).mean()
+    expected.backward()
+
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=0)
+    assert_gradients(network, plain)
+    torch.testing.assert_close(values[:, -2].double(), inside.detach(), rtol=1e-3, atol=1e-4)
+    assert values[:, -1].tolist() == (inside > 0).double().tolist()
+
+
+def recompute_all(transformer: torch.nn.Module, family: Family) -> None:
+    """Recompute every block in backward, as runs do."""
+    blocks = family.blocks(transformer)
+    training = TrainingConfig(gradient_checkpointing=True)
+    recompute_blocks(transformer, len(blocks), training, torch.device("cpu"), {}, family.chained_args)
+
+
+def test_a_pair_the_other_way_round_has_the_margin_negated_and_a_fresh_lora_prefers_none(family: Family) -> None:
+    transformer, network = with_lora(family)
+    mask = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    step = PreferenceStep(family, FLOW.model_copy(update={"masked_loss": True}), SEED, network=network)
+    margin = len(PreferenceStep.more_metrics) - 1
+    batch = pairs_of(masks=mask)
+    one, other = (step.loss(transformer, each, STEP)[1] for each in (batch, swapped(batch)))
+    assert one[:, margin].abs().min() > 1e-3
+    torch.testing.assert_close(one[:, margin], -other[:, margin], rtol=1e-4, atol=1e-5)
+    for layer in network.modules.values():
+        layer.lora_B.weight.data.zero_()
+    loss, values = step.loss(transformer, pairs_of(), STEP)
+    assert loss.item() == pytest.approx(math.log(2), abs=1e-7)
+    assert not values[:, margin - 2 : margin + 1].any()
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """Eight pairs, of which two are held out; the other image of each is paler."""
+    text = "batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1"
+    dataset = write_dataset(tmp_path / "data", text=text, paired_directory='"others"')
+    (tmp_path / "data/others").mkdir()
+    for path in (tmp_path / "data/images").glob("*.png"):
+        image = Image.open(path)
+        Image.blend(image, Image.new("RGB", image.size, "white"), 0.7).save(tmp_path / "data/others" / path.name)
+    return dataset
+
+
+def preferring(dataset: Path, **more: object) -> dict[str, Any]:
+    return {"dataset": dataset, "train_on": "preferences", "dpo_beta": 1000, "validate_every_n_steps": 2} | more
+
+
+def test_runs_learn_to_prefer_go_on_where_they_stopped_and_keep_regularisation_images(
+    base: Path, pairs: Path, tmp_path: Path
+) -> None:
+    regular = tmp_path / "regular"
+    regular.mkdir()
+    for path in (tmp_path / "data/images").iterdir():
+        (regular / path.name).write_bytes(path.read_bytes())
+    pairs.write_text(pairs.read_text() + f'[[datasets.subsets]]\nimage_dir = "{regular}"\nis_reg = true\n')
+    often = {"save_every_n_steps": 4, "save_state": True, "max_train_steps": 12, "learning_rate": 5e-3}
+    settings = preferring(pairs, preserve="prior", general_prompts="none") | often
+    run(base, output=tmp_path / "one", **settings)
+    run(base, output=tmp_path / "two", **settings, resume=tmp_path / "one/lora-step00000004-state")
+    assert same(lora(tmp_path / "one"), lora(tmp_path / "two"))
+    held = [line for line in metrics(tmp_path / "one") if "val_loss" in line]
+    assert held[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert held[-1]["val_loss"] < 0.6 < held[-1]["val_rewards/accuracies"], held[-1]
+    steps = [line for line in metrics(tmp_path / "one") if "loss" in line]
+    assert {name for line in steps for name in line} >= {*REWARDS}
+    assert any("rewards/margins" not in line for line in steps), "regularisation images have no rewards"
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, pytest.param({"shard": 2}, marks=pytest.mark.slow), pytest.param({"tp": 2}, marks=pytest.mark.slow)]
+)
+def test_two_processes_equal_one(base: Path, pairs: Path, tmp_path: Path, layout: dict[str, int]) -> None:
+    settings = preferring(pairs, max_train_steps=3)
+    dataset = settings.pop("dataset")
+    alone = {} if "tp" in layout else {"gradient_accumulation_steps": 2}
+    run(base, dataset, tmp_path / "one", **settings, **alone)
+    job = ("two", train_flags, (arguments(base, dataset, tmp_path / "two", **settings, **layout),))
+    assert run_in_group([job], tmp_path) == {"two": ""}
+    keys = ("loss", "val_loss", "grad_norm")
+    assert_same_metrics(metrics(tmp_path / "one"), metrics(tmp_path / "two"), keys, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "said"),
+    [
+        ("missing", {}, "no image in paired_directory .*others for 1 of 8 images \\(3.png\\); add the other image"),
+        ("shape", {}, "others/3.png: paired image of 64x32 for an image of 64x64"),
+        ("itself", {}, "paired_directory is image_dir itself"),
+        ("none", {}, 'no paired_directory, and train_on = "preferences" learns from pairs'),
+        ("", {"train_on": "images", "dpo_beta": 2000}, "paired_directory is set but train_on is not"),
+        ("", {"loss_type": "l1"}, "train_on: preferences are told by the squared error, not l1"),
+        ("", {"pp": 2}, "train_on: asks the model twice in a step"),
+        ("", {"distill_from": "x", "network_weights": "y"}, "train_on: a teacher's answers take the place"),
+        ("", {"preserve": "prior", "preserve_blank": True}, "preserve_blank: a pair is not seen with another caption"),
+    ],
+)
+def test_what_is_no_pair_or_does_not_go_with_them_is_named(
+    base: Path, pairs: Path, tmp_path: Path, change: str, settings: dict[str, Any], said: str
+) -> None:
+    other = tmp_path / "data/others/3.png"
+    if change == "missing":
+        other.unlink()
+    elif change == "shape":
+        Image.open(other).crop((0, 0, 64, 32)).save(other)
+    elif change:
+        with_it, line = pairs.read_text(), 'paired_directory = "others"'
+        pairs.write_text(with_it.replace(line, line.replace("others", "images") if change == "itself" else ""))
+    with pytest.raises(UserError, match=said):
+        run(base, output=tmp_path / "out", **preferring(pairs) | settings)
