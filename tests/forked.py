@@ -7,6 +7,7 @@ it so.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -44,6 +45,7 @@ def fork_server() -> ForkServerContext:
 
 def begin_as_started_by_python() -> None:
     """In a forked process: undo what the server left, and end when the test process does."""
+    gc.freeze()  # what was imported is garbage to no collection
     multiprocessing.set_start_method("fork", force=True)  # of data loaders' workers; else it is the server's own
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -21,7 +21,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from library.training.checkpoint.metadata import without_folders
 _MODULES = {"torch", "accelerate", "transformers", "tokenizers", "sentencepiece", "diffusers", "numpy"}
 _MODULES |= {"pillow", "gguf", "deepspeed", "triton", *(row.module.partition(".")[0] for row in OPTIMIZERS.values())}
 _PACKAGES = sorted(PIP_NAMES.get(name, name) for name in _MODULES - {"library"})
+version = cache(metadata.version)  # which parses a file
 _BASE, _PART = "pretrained_model_name_or_path", "base model's "
 # of these options it counts what lies there sample by sample, or not at all
 _PLACES = {"dataset_config", "train_data", "validation_data", "cache_directory", "distill_cache", "resume"}

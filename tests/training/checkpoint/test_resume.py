@@ -219,9 +219,9 @@ def test_a_resumed_run_gives_the_same_lora(base: Path, tmp_path: Path, settings:
     augmented = {"flip_aug": True, "shuffle_caption": True, "caption_dropout_rate": 0.2}
     data = write_dataset(tmp_path / "data", text="batch_size = 2", **augmented)
     settings = settings | {"max_train_steps": 7}
-    run(base, data, tmp_path / "straight", **settings)
-    run(base, data, tmp_path / "parts", **settings, save_every_n_steps=3, save_state=True)
-    (tmp_path / "parts/lora.safetensors").unlink()
-    run(base, data, tmp_path / "parts", **settings, resume=tmp_path / "parts/lora-step00000003-state")
-    assert same(lora(tmp_path / "straight"), lora(tmp_path / "parts"))
-    assert [line["step"] for line in metrics(tmp_path / "parts") if "loss" in line] == list(range(1, 8))
+    run(base, data, tmp_path, **settings, save_every_n_steps=3, save_state=True)
+    straight = lora(tmp_path)
+    (tmp_path / "lora.safetensors").unlink()
+    run(base, data, tmp_path, **settings, resume=tmp_path / "lora-step00000003-state")
+    assert same(straight, lora(tmp_path))
+    assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == list(range(1, 8))

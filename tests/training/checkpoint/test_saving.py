@@ -6,9 +6,7 @@ import json
 import math
 import os
 import random
-import shlex
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +28,7 @@ from library.training.report.metrics_file import parse_line
 from library.training.signals import SignalHandler, StopRequest
 from library.training.tasks.image_lora import ImageLora
 from tests.faults.suite import broken_files
-from tests.processes import run_command
+from tests.forked import run_code
 from tests.runs import ROOT, arguments, largest_difference, lora, metrics, run, same, write_dataset
 
 VALIDATED = "batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1"
@@ -368,29 +366,44 @@ def test_a_save_without_a_state_does_not_make_up_for_one_with_it(tmp_path: Path)
     assert (writer.retry_at, writer.lacks_state) == (None, False)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+FULL, CLOSED = "printed = os.open('/dev/full', os.O_WRONLY)", "reader, printed = os.pipe(); os.close(reader)"
+UNHEARD = """
+import io, os, runpy, sys
+{where}
+os.dup2(printed, 1)
+os.dup2(printed, 2)
+sys.stdout, sys.stderr = (
+    io.TextIOWrapper(open(number, "wb", {buffering}), write_through={buffering} == 0) for number in (1, 2)
+)
+sys.argv[0] = {script!r}
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:  # as Python does at its end
+    sys.stdout.flush()
+    sys.stderr.flush()
+"""
+
+
+def run_unheard(where: str, unbuffered: bool, flags: list[str], cwd: Path) -> int:
+    """Run train_lora.py with both of its streams at ``where``; return its exit code."""
+    code = UNHEARD.format(where=where, buffering=0 if unbuffered else -1, script=str(ROOT / "train_lora.py"))
+    return run_code(code, flags, cwd).returncode
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
 def test_a_log_on_the_full_disk_does_not_end_the_run(
-    disk: Path, base: Path, dataset: Path, tmp_path: Path, unbuffered: str
+    disk: Path, base: Path, dataset: Path, tmp_path: Path, unbuffered: bool
 ) -> None:
     settings = {"save_every_n_steps": 1, "save_state": True, "max_train_steps": 6, "save_retries": 0}
     flags = arguments(base, dataset, disk, save_fallback_dir=tmp_path / "elsewhere", **settings)
-    script = shlex.join([sys.executable, str(ROOT / "train_lora.py"), *map(str, flags)])
-    done = run_command(
-        ["sh", "-c", f"{script} >/dev/full 2>&1"], tmp_path, {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
-    )
-    assert done.returncode == 2
+    assert run_unheard(FULL, unbuffered, flags, tmp_path) == 2
     assert lora(tmp_path / "elsewhere").keys()
     assert find_damage(tmp_path / "elsewhere" / "lora-state") is None
 
 
-@pytest.mark.parametrize("where", [">/dev/full 2>&1", "2>&1 | true"])
+@pytest.mark.parametrize("where", [FULL, CLOSED], ids=["full", "closed"])
 def test_a_run_that_nobody_can_hear_ends_as_any_other(base: Path, dataset: Path, tmp_path: Path, where: str) -> None:
-    script = shlex.join(
-        [sys.executable, str(ROOT / "train_lora.py"), *map(str, arguments(base, dataset, tmp_path / "out"))]
-    )
-    command = f"(cd {ROOT}; {script}; echo $? > {tmp_path / 'code'}) {where}"
-    run_command(["sh", "-c", command], tmp_path, {"PYTHONPATH": str(ROOT)})
-    assert (tmp_path / "code").read_text() == "0\n"
+    assert run_unheard(where, False, arguments(base, dataset, tmp_path / "out"), tmp_path) == 0
     assert lora(tmp_path / "out").keys()
 
 
