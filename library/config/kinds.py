@@ -174,7 +174,8 @@ def _distilled(model: str, values: Mapping[str, Any], kind: Kind) -> Iterator[st
     base = f"train {known.train_on}" if known and known.train_on else "train its base"
     if known and known.adapter:
         base = f'set base_weights = ["{known.adapter.rpartition("/")[0]}"], which is downloaded, or {base}'
-    yield f"{name}: {how}; {base} and use the LoRA on {name}"
+    adapter = f"or make a training adapter of it: tools/make_training_adapter.py --{MODEL} {model}"
+    yield f"{name}: {how}; {base} and use the LoRA on {name}, {adapter}"
 
 
 def _looks(name: str) -> tuple[object, ...]:

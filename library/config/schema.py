@@ -513,10 +513,12 @@ class FlowConfig(Section):
         "logsnr",
         "qinglong_flux",
         "qinglong_qwen",
+        "steps",
     ] = Field(
         "auto",
         description="how sigmas are drawn; flux_shift and the like follow the size, as these models' samplers do; "
-        "logsnr is normal in log SNR; qinglong mixes both; auto: as the model's scheduler does",
+        "logsnr is normal in log SNR; qinglong mixes both; steps: those of the distilled model's steps alone; auto: as "
+        "the model's scheduler does, with distill_effect steps",
     )
     sigmoid_scale: Annotated[float, Field(gt=0), OnlyWith(timestep_sampling=("auto", *_SIGMOIDS, *_MIXED))] = Field(
         1.0, description="spread of sigmoid and of the shifts"

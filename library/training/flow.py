@@ -40,6 +40,11 @@ def resolve_sampling(flow: FlowConfig, family: Family) -> FlowConfig:
     return flow.model_copy(update={k: own[k] for k in ("discrete_flow_shift",) if k in own})
 
 
+def step_levels(flow: FlowConfig, family: Family, tokens: int) -> Sequence[float]:
+    """Return the noise levels of the distilled model's steps with ``timestep_sampling = "steps"``, else nothing."""
+    return family.sampling_sigmas(family.distilled_steps, tokens)[:-1] if flow.timestep_sampling == "steps" else ()
+
+
 def noise_for(latents: Tensor, sample_ids: Sequence[int], *key: int | str) -> Tensor:
     """Return standard normal noise, fp32 on the latents' device, one draw a sample from its own generator.
 
@@ -52,7 +57,9 @@ def noise_for(latents: Tensor, sample_ids: Sequence[int], *key: int | str) -> Te
     return torch.stack(draws).to(latents.device, non_blocking=True)
 
 
-def sample_sigmas(flow: FlowConfig, sample_ids: Sequence[int], tokens: int, *key: int | str) -> Tensor:
+def sample_sigmas(
+    flow: FlowConfig, sample_ids: Sequence[int], tokens: int, *key: int | str, levels: Sequence[float] = ()
+) -> Tensor:
     """Draw a sigma for each sample.
 
     Args:
@@ -60,6 +67,7 @@ def sample_sigmas(flow: FlowConfig, sample_ids: Sequence[int], tokens: int, *key
         sample_ids: of the B samples.
         tokens: image tokens of the batch, which the shifts named after models depend on.
         key: (seed, step).
+        levels: the only ones to draw (:func:`step_levels`), if any.
 
     Returns:
         [B] fp32 on the CPU, in (0, 1].
@@ -69,9 +77,13 @@ def sample_sigmas(flow: FlowConfig, sample_ids: Sequence[int], tokens: int, *key
     def draw() -> Tensor:
         normal = torch.stack([torch.randn((), generator=g) for g in generators])
         uniform = torch.stack([torch.rand((), generator=g) for g in generators])
+        if levels:
+            return torch.tensor(levels)[(uniform * len(levels)).long()]
         return SAMPLERS[flow.timestep_sampling](flow, normal, uniform, tokens)
 
     sigmas = draw()
+    if levels:
+        return sigmas
     low, high = flow.min_timestep / 1000, flow.max_timestep / 1000
     if not flow.preserve_distribution_shape:
         return (low + (high - low) * sigmas).clamp(_SMALLEST_SIGMA, 1.0)
@@ -184,15 +196,17 @@ def add_noise(
 
 
 def noisy_latents(
-    flow: FlowConfig, latents: Tensor, sample_ids: Sequence[int], tokens: int, *key: int | str
+    flow: FlowConfig, family: Family, latents: Tensor, sample_ids: Sequence[int], *key: int | str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a training step sees of ``latents``: :func:`add_noise` at drawn noise and sigmas, and these.
 
     Args:
-        flow, sample_ids, tokens, key: of :func:`sample_sigmas`; all that is drawn follows from them.
+        family: of the model in training, by whose patches and schedule sigmas are drawn.
+        flow, sample_ids, key: of :func:`sample_sigmas`; all that is drawn follows from them.
         latents: [B, C, h, w].
     """
-    sigmas = sample_sigmas(flow, sample_ids, tokens, *key)
+    tokens = latents.shape[-2] * latents.shape[-1] // family.patch_size**2
+    sigmas = sample_sigmas(flow, sample_ids, tokens, *key, levels=step_levels(flow, family, tokens))
     noise = noise_for(latents, sample_ids, *key)
     noisy, velocity = add_noise(latents, noise, sigmas, perturbation_for(flow, latents, sample_ids, *key))
     return noisy, velocity, sigmas

@@ -145,8 +145,11 @@ def resolve_images(config: TrainConfig, family: Family) -> ImagePlan:
     """
     dataset = load_dataset_config(config.dataset.dataset_config, config.dataset, family.conditioning)
     _refuse_among_images(Path(config.saving.output_dir), dataset)
+    flow = config.flow
+    if config.distillation.distill_effect and flow.timestep_sampling == "auto":
+        flow = flow.model_copy(update={"timestep_sampling": "steps"})  # where the LoRA acts; others are never sampled
     settled = {
-        "flow": resolve_sampling(config.flow, family),
+        "flow": resolve_sampling(flow, family),
         "preservation": resolve_preservation(config.preservation, dataset, family.conditioning),
     }
     plan = resolve(config.model_copy(update=settled), family.targets)

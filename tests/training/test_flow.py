@@ -179,6 +179,13 @@ def test_sigmas_are_fp32_and_keep_neighbouring_timesteps_apart() -> None:
     assert len(sigmas.bfloat16().unique()) < 3000  # what a cast to bf16 would leave
 
 
+def test_steps_draws_the_noise_levels_of_the_distilled_models_steps_equally_often() -> None:
+    levels = (1.0, 0.75, 0.5, 0.25)
+    drawn = sample_sigmas(FlowConfig(timestep_sampling="steps"), IDS, 256, 0, 0, levels=levels)
+    shares = [float((drawn == level).float().mean()) for level in levels]
+    assert shares == pytest.approx([0.25] * 4, abs=4 * (0.25 * 0.75 / len(IDS)) ** 0.5)  # binomial: four deviations
+
+
 def test_noisy_latents_and_velocity_are_the_two_ends_of_one_line() -> None:
     latents, noise = torch.randn(2, 16, 4, 4), torch.randn(2, 16, 4, 4)
     sigmas = torch.tensor([0.25, 1.0])

@@ -122,9 +122,21 @@ def painted_sets(
             f"general_prompts: {both[0]!r} is one of preserve_prompts too, and what is trained on is no measure of the "
             "rest; give other prompts to one of them"
         )
+    return {key: painted_set(config, family, base_weights, encoders, cache, each) for key, each in prompts.items()}
+
+
+def painted_set(
+    config: TrainConfig,
+    family: Family,
+    base_weights: BaseWeights,
+    encoders: Encoders,
+    cache: Path,
+    prompts: Sequence[SamplePrompt],
+) -> PaintedSet:
+    """Return the pictures of ``prompts``, in a folder below ``cache`` whose name says what they follow from."""
     scheduler = sorted(item for item in family.scheduler().config.items() if not item[0].startswith("_"))
     made_by = [*family.identity(), scheduler, base_weights.fingerprint(), *(one.fingerprint for one in encoders)]
-    return {key: PaintedSet(cache / "painted" / _key(config, made_by, each), each) for key, each in prompts.items()}
+    return PaintedSet(cache / "painted" / _key(config, made_by, prompts), prompts)
 
 
 def painted_size(resolutions: Iterable[tuple[int, int]], pixel_multiple: int) -> tuple[int, int]:

@@ -71,6 +71,7 @@ def prepare_teacher(
     settings = config.distillation
     if settings.distill_from is None:
         return None
+    student = model_family(config.model)
     family = model_family(with_transformer(config.model, Path(settings.distill_from).expanduser()))
     lora = settings.distill_lora or config.network.network_weights
     assert lora is not None, "the config's rules ask for one"
@@ -95,7 +96,7 @@ def prepare_teacher(
                 continue
             clear_leftovers(answers.path(todo[0][0], "").parent)  # where an interrupted run stopped
             if answers is without_lora:
-                runs, network = model_family(config.model), None
+                runs, network = student, None
                 loader = plan_base(config.precision, runs.quantized_file(), config.training.seed, accelerator.device)
                 transformer = _load_base(config, runs, loader, accelerator.device)
             else:
@@ -106,7 +107,7 @@ def prepare_teacher(
                 )
                 for step, items in todo:
                     batch = collate([data.train[item] for item in items]).to(accelerator.device)
-                    predict = partial(_velocity, runs, transformer, batch, step, config, accelerator)
+                    predict = partial(_velocity, runs, student, transformer, batch, step, config, accelerator)
                     velocity = predict()
                     if plain_answers is not None and network is not None:
                         with network.bypassed():
@@ -168,11 +169,17 @@ def _is_cached(teacher: Teacher, step: int, items: list[tuple[int, int]], data: 
 
 @torch.no_grad()
 def _velocity(
-    family: Family, transformer: nn.Module, batch: Batch, step: int, config: TrainConfig, accelerator: Accelerator
+    family: Family,
+    student: Family,
+    transformer: nn.Module,
+    batch: Batch,
+    step: int,
+    config: TrainConfig,
+    accelerator: Accelerator,
 ) -> Tensor:
-    """Return the velocities at the noise and noise levels of ``FlowStep.loss`` at ``step``."""
-    tokens, flow = batch.latents.shape[-2] * batch.latents.shape[-1] // family.patch_size**2, config.flow
-    noisy, _, sigmas = noisy_latents(flow, batch.latents, batch.sample_ids, tokens, config.training.seed, step)
+    """Return the velocities at the noise and noise levels of the ``student``'s ``FlowStep.loss`` at ``step``."""
+    flow = config.flow
+    noisy, _, sigmas = noisy_latents(flow, student, batch.latents, batch.sample_ids, config.training.seed, step)
     with accelerator.autocast():
         return family.predict_velocity(
             transformer, noisy, sigmas.to(noisy.device), batch.text, flow.guidance_scale, batch.conditions

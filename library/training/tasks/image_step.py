@@ -129,11 +129,8 @@ class FlowStep:
 
     def inputs(self, batch: Batch, step: int) -> StepInputs:
         """Return what :meth:`loss` computes from: all that is drawn, read, or copied from the host."""
-        device, size = batch.latents.device, batch.latents.shape[-2] * batch.latents.shape[-1]
-        flow = resolve_sampling(self.flow, self.family)
-        noisy, target, sigmas = noisy_latents(
-            flow, batch.latents, batch.sample_ids, size // self.family.patch_size**2, self.seed, step
-        )
+        device, flow = batch.latents.device, resolve_sampling(self.flow, self.family)
+        noisy, target, sigmas = noisy_latents(flow, self.family, batch.latents, batch.sample_ids, self.seed, step)
         if self.teacher is not None:
             target = self.teacher.blend(target, batch.keys, step)
         mask = region_weights(self.flow, batch, seam=False) if self.outside_mask else None

@@ -161,8 +161,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
     own_loss, own_validation = FlowStep.loss, FlowStep.validated
 
     def loss(self: FlowStep, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        tokens = batch.latents.shape[-1] * batch.latents.shape[-2] // self.family.patch_size**2
-        noisy, target, sigmas = noisy_latents(self.flow, batch.latents, batch.sample_ids, tokens, SEED, step)
+        noisy, target, sigmas = noisy_latents(self.flow, self.family, batch.latents, batch.sample_ids, SEED, step)
         errors = squared_errors(self, model, batch, noisy, target, sigmas)
         losses["trained"] += [(step + 1, *pair) for pair in zip(sigmas.tolist(), errors, strict=True)]
         return own_loss(self, model, batch, step)
