@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
+from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 
 TEXT_WIDTH = 64
@@ -322,7 +323,7 @@ class SplitFiles:
             "pretrained_model_name_or_path": str(self.transformer),
             "vae": str(self.vae),
             "text_encoder": str(self.text_encoder),
-            "qwen_tokenizer": str(self.tokenizer),
+            next(iter(MODEL_TYPES[self.model_type].tokenizers)): str(self.tokenizer),
         }
         return ModelConfig(**(settings | changes))  # type: ignore[arg-type]
 

@@ -151,7 +151,7 @@ def refuse_no_model(model: str) -> None:
         )
     other, found = unsupported(names), recognise_below(names)[1]
     if what := f"{other} checkpoint" if other else found.name * (found is not UNKNOWN):
-        article = "an" if what[0] in "aeiou" else "a"
+        article = "an" if what[0] in "aeiouE" else "a"
         raise UserError(f"{model}: {article} {what}; give a transformer of one of {_titles()}")
 
 

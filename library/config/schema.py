@@ -140,8 +140,8 @@ class ModelConfig(Section):
     )
     mistral_tokenizer: str | None = Field(
         None,
-        description="FLUX.2 dev: tokenizer folder or hub name, with a single file; default "
-        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+        description="FLUX.2 dev, ERNIE-Image: tokenizer folder or hub name, with a single file; default: the published "
+        "encoder's",
     )
     zero_cond_t: bool | None = Field(
         None,
@@ -343,11 +343,11 @@ class NetworkConfig(Section):
         "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
         "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, attn_dim, mlp_dim, "
         "mod_dim, refiner_dim (Z-Image), img_dim, txt_dim, ref_dim, ref_mod_dim (FLUX.3), "
-        "txt_fusion_dim, projector_dim, final_dim (Krea 2), q_proj_dim, k_proj_dim, "
+        "txt_fusion_dim, projector_dim, final_dim (Krea 2, ERNIE-Image), q_proj_dim, k_proj_dim, "
         "v_proj_dim, o_proj_dim, gate_proj_dim, up_proj_dim, down_proj_dim (Llama), c_attn_dim, attn_c_proj_dim, "
         "c_fc_dim, mlp_c_proj_dim (GPT-2), train_double_block_indices, train_mode_block_indices (FLUX.3), "
-        "train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Krea 2, Llama, GPT-2); factor, "
-        "decompose_both (lokr), split_qkv (lora), trainable_token_indices (Llama, GPT-2)",
+        "train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Krea 2, ERNIE-Image, Llama, GPT-2); "
+        "factor, decompose_both (lokr), split_qkv (lora), trainable_token_indices (Llama, GPT-2)",
     )
     scale_weight_norms: Annotated[
         NotNegative,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from library.nn.attention import Backend, Segment, attend_jointly
 from library.nn.frozen_linear import project_recomputed, project_together
 from library.nn.norms import ModulationCache, RMSNorm, gelu, memoise, slice_tokens, swiglu_halves
-from library.nn.rope import MultiAxisRope, Table
+from library.nn.rope import MultiAxisRope, Table, rotate_interleaved
 
 
 def adopt(transformer: nn.Module, *classes: type[nn.Module]) -> None:
@@ -59,11 +59,13 @@ def run_block(transformer: Any, block: nn.Module, *arguments: Any) -> Any:
 class AttentionProcessor:
     """How a module of diffusers' attends: with which kernel, and by which norms, which the module has.
 
-    ``rounding``: of query, key and value, to see what attention in low precision does.
+    ``rounding``: of query, key and value, to see what attention in low precision does. ``turn``: how queries and keys
+    get their positions.
     """
 
     backend: Backend = "auto"
     rounding: Callable[[Tensor], Tensor] | None = None
+    turn: Callable[[Tensor, Table], Tensor] = rotate_interleaved
 
     def attend(
         self,
@@ -82,7 +84,7 @@ class AttentionProcessor:
             image: projected q, k, v, each [B, S, W]; under tensor parallelism W, and so the heads, is this rank's
                 share.
             text: q, k, v of the text, each [B, L, W]; None: one stream.
-            rope: (cos, sin), each [L + S, D/2], or None.
+            rope: (cos, sin), each [L + S, D/2], or what ``turn`` takes; or None.
             mask: boolean or additive, [B, keys] or broadcastable to [B, H, queries, keys].
             text_mask: boolean [B, L], true for real text tokens; None: all are.
             segments: parts of a sequence that see what is before them alone, see ``attend_in_order``.
@@ -95,7 +97,7 @@ class AttentionProcessor:
         if text_mask is not None:
             mask = torch.cat([text_mask, text_mask.new_ones(image[0].shape[:2])], dim=1)
         options: Any = {"mask": mask, "segments": segments, "backend": self.backend, "rounding": self.rounding}
-        return attend_jointly(heads, rope, **options).flatten(2)
+        return attend_jointly(heads, rope, turn=self.turn, **options).flatten(2)
 
 
 Stream = tuple[Tensor, Callable[..., Tensor], Sequence[Tensor]]  # tokens, their norm, its shift and scale and more

@@ -83,6 +83,7 @@ class Family:
         sampler: diffusers' class that samples. sampler_options: arguments of its call that are always the same.
         guidance_argument, cfg_argument: the arguments that take the guidance input's value and the strength of
             classifier-free guidance; "" where there is none. cfg_offset: what the pipeline adds to the latter.
+        pipeline_patch: latents a side that the pipeline takes for one.
         modelspec_architecture: what ModelSpec calls this model, "flux-1-schnell"; default: what it calls the family.
         optimise_forward: of ``model.py``: (transformer, backend) -> transformer, whose forward saves less for backward.
         patch_size: latents a side that make one token.
@@ -113,6 +114,7 @@ class Family:
     guidance_argument = ""
     cfg_argument = ""
     cfg_offset = 0
+    pipeline_patch = 1
     modelspec_architecture: str
     patch_size = 2
     latent_channels: int
@@ -350,7 +352,7 @@ class Family:
         config = self.files.transformer_config
         heads = config.get("num_attention_heads") or config["n_heads"]
         keys = config.get("num_key_value_heads") or config.get("n_kv_heads") or heads
-        return heads, keys, config.get("attention_head_dim") or config["dim"] // heads
+        return heads, keys, config.get("attention_head_dim") or (config.get("hidden_size") or config["dim"]) // heads
 
     def split_plan(self, processes: int) -> dict[str, Parts]:
         """Return how each linear layer of the blocks is split among ``processes``; see :func:`split_plan`."""
@@ -477,7 +479,7 @@ class Family:
         plain = unwrapped(transformer)
         conditions = conditions.to(plain.device)
         pipeline: Any = self.pipeline(plain, scheduler, conditions)
-        pipeline.vae_scale_factor = factor  # read from the VAE otherwise, which stays outside
+        pipeline.vae_scale_factor = factor * self.pipeline_patch  # read from the VAE otherwise, which stays outside
         pipeline.set_progress_bar_config(disable=True)
         inputs = self.condition_inputs((width, height), seed, conditions)
         if (sigmas := self.first_sigmas(steps)) is not None:
@@ -611,6 +613,21 @@ def inputs_changed(
             yield
         finally:
             inside = False
+
+
+class InFloat32(nn.Module):
+    """The transformer for pipelines that take the dtype of its weights for that of noise and solver."""
+
+    dtype = torch.float32
+
+    def __init__(self, transformer: Any) -> None:
+        super().__init__()
+        self._transformer = [transformer]  # no child: it stays where it is
+        self.config, self.device, self.forward = transformer.config, transformer.device, transformer.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the transformer, with its hooks; its outputs in fp32."""
+        return tuple(each.float() for each in self._transformer[0](*args, **kwargs))
 
 
 def unwrapped(module: nn.Module) -> Any:

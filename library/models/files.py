@@ -141,7 +141,7 @@ def file_arguments(weights: WeightFiles, family: FamilyFiles) -> tuple[str, dict
         raise UserError(f"{weights.path}: a {other} checkpoint, not {family.title}; give a {family.title} transformer")
     prefix, found = recognise_below(weights.names)
     if found.model_type != family.model_type:
-        article = "an" if found.name.startswith("image") else "a"
+        article = "an" if found.name[0] in "aeiouE" else "a"
         what = "of no known layout" if found is UNKNOWN else f"{article} {found.name}"
         remedy = f'set model_type = "{found.model_type}"' if found.model_type else f"give a {family.title} transformer"
         raise UserError(f"{weights.path}: {what}, not {family.title}; {remedy}")

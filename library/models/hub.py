@@ -30,6 +30,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".toml", ".index")
 _READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # what is read of a folder
 _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # of a language model without safetensors
+_UNREAD = ("pe", "pe_tokenizer")  # parts that no family uses: ERNIE-Image's prompt enhancer, 7 GB
 _SMALL_PART = "scheduler"  # of every pipeline: what is downloaded to read its index
 _USUAL_LORAS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")  # PEFT's, diffusers'
 _COPIES = ("*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*", "*.non_ema*")  # in another precision
@@ -234,7 +235,8 @@ def _pipeline_patterns(index: Path, without: Collection[str], part: str = "") ->
     parts = json.loads(index.read_text(encoding="utf-8"))
     # A modular pipeline's parts may be named without their classes.
     named = [k for k, v in parts.items() if isinstance(v, list) and (None not in v or isinstance(v[-1], dict))]
-    return (index.name, *(f"{part}/{pattern}" for part in named if part not in without for pattern in _READ))
+    read = [part for part in named if part not in (*without, *_UNREAD)]
+    return (index.name, *(f"{part}/{pattern}" for part in read for pattern in _READ))
 
 
 def _folder_patterns(name: str, files: Collection[str], option: str, is_pipeline: bool | None) -> tuple[str, ...]:

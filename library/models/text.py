@@ -174,6 +174,7 @@ class LanguageModelEncoder(TextEncoder):
     def count(self, captions: Sequence[str]) -> list[TokenCount]:
         """Return how many of each caption's tokens are read and left out; the template's end is left out first."""
         before, after = (len(self.tokens(part)) for part in self.prompt_of(_MARK).split(_MARK))
+        after -= len(self.tokens(""))  # what the tokenizer puts around any text is counted once
         rows = [self.cut(self.prompt_of(caption)) for caption in captions]
         cuts = [max(0, left_out - after) for _, left_out in rows]
         own = [len(read) + left_out - before - after for read, left_out in rows]

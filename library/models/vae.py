@@ -41,6 +41,7 @@ class ImageEncoder:
         autoencoder: diffusers' class. title: what people call it. file: what it is published as.
         marks: tensors that every file of it has, by diffusers' names.
         published: arguments of ``autoencoder`` as published that are not its defaults.
+        kind: of latents, for their fingerprint: the mean of the distribution.
         is_video: it takes an image as a video of one frame.
         fingerprint: of weights, dtype and kind of latents; a part of the names of cached latents.
         latent_channels, latent_factor: of the latents, and pixels per latent.
@@ -52,6 +53,7 @@ class ImageEncoder:
     file: str
     marks: tuple[str, ...]
     published: Mapping[str, Any] = {}
+    kind = "mean"
     is_video = False
     latent_channels: int
     latent_factor: int
@@ -64,7 +66,7 @@ class ImageEncoder:
         """
         self._path, self._device, self._vae = path, device, None
         self._dtype = torch.float32 if torch.device(device).type == "cpu" else dtype
-        self.fingerprint = f"{fingerprint(path)}-mean-{str(self._dtype).removeprefix('torch.')}"
+        self.fingerprint = f"{fingerprint(path)}-{self.kind}-{str(self._dtype).removeprefix('torch.')}"
         self.set_latents(self.describe(WeightFiles(path))[0])
         self.pixel_multiple = self.latent_factor * patch
 

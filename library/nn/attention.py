@@ -250,15 +250,17 @@ def attend_jointly(
     segments: Sequence[Segment] = (),
     backend: Backend = "auto",
     rounding: Callable[[Tensor], Tensor] | None = None,
+    turn: Callable[[Tensor, Table], Tensor] = rotate_interleaved,
 ) -> Tensor:
     """Return attention of all streams' tokens among one another, [B, sum of S, H, D].
 
     Args:
         streams: of the text, of the image, ..., S differing between them; norms of queries and of keys. What norms give
             in more precision is turned so, and then rounded to the values' dtype.
-        rope: cos and sin [sum of S, D/2] that turn neighbouring pairs of queries and keys; or None.
+        rope: cos and sin [sum of S, D/2] that ``turn`` takes, by default for neighbouring pairs; or None.
         mask, backend: as for :func:`attend`; with ``segments`` as for :func:`attend_in_order`, which these ask for.
         rounding: what becomes of query, key and value [B, S, H, D] before their products, where they are rounded.
+        turn: gives queries and keys [B, S, H, D] their positions.
     """
     # The dtype, not the values: what the prologue refers to is held until backward.
     norms, dtype = [norm for _, pair in streams for norm in pair], streams[0][0][2].dtype
@@ -269,7 +271,7 @@ def attend_jointly(
         normed = [norm(tensor) for norm, tensor in zip(norms, projected, strict=True)]
         query, key = _joined(normed[::2]), _joined(normed[1::2])
         if rope is not None:
-            query, key = rotate_interleaved(query, rope), rotate_interleaved(key, rope)
+            query, key = turn(query, rope), turn(key, rope)
         query, key = query.to(dtype), key.to(dtype)
         return (query, key) if rounding is None else (rounding(query), rounding(key))
 

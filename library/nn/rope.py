@@ -223,6 +223,17 @@ def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
+def turn_unevenly(x: Tensor, table: Table) -> Tensor:
+    """Return ``x`` [B, S, H, D] with pairs (i, i + D/2) mixed by a table of whole heads, [S, D] or [B, S, D].
+
+    ERNIE-Image was trained so: each angle stands twice in its table, as neighbours, and so the two numbers of a pair
+    take different ones (``apply_rotary_emb`` in diffusers' ``transformer_ernie_image.py``). That is no rotation.
+    """
+    cos, sin = _broadcast(table)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.addcmul(torch.cat((-second, first), dim=-1) * sin, x.float(), cos).to(x.dtype)
+
+
 def whole_head(table: Table) -> Table:
     """Return the half-split ``table`` of one token, [1, D/2] or [B, 1, D/2], in the form :func:`turn_token` takes."""
     cos, sin = table

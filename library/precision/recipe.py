@@ -52,11 +52,11 @@ KINDS = {
     "embedders": _at_the_root(
         "x_embedders? all_x_embedder context_embedder cap_embedder t_embedder (target_)?timestep_embedder "
         "time_(text_|guidance_)?embed time_mod_proj img_in txt_in emb_in (ref_)?time_in vector_in guidance_in "
-        "text_fusion first tmlp tproj txtmlp txtfusion"
+        "text_fusion first tmlp tproj txtmlp txtfusion text_proj time_embedding adaLN_modulation"
     ),
     "modulation": r".*(\bnorm(1|1_context)?\.linear|\b(img|txt)_mod\.(1|lin)|\bmodulation\.(lin|1)"
     r"|\badaLN_modulation\.0|_stream_modulations?(_img|_txt|\.\w+)?\.lin(ear)?)",
-    "final": _at_the_root(r"proj_out norm_out\.linear (all_)?final_layer last\.linear"),
+    "final": _at_the_root(r"proj_out norm_out\.linear (all_)?final_layer last\.linear final_norm\.linear final_linear"),
 }
 # Matrices that are looked up rather than multiplied with, or tied to such: never fp8. LoRA: 67 % would become zero.
 _NEVER = re.compile(

@@ -10,7 +10,7 @@ diffusers       huggingface/diffusers 0.42.1             ``loaders/lora_pipeline
                                                          ``loaders/lora_conversion_utils.py``, ``utils/peft_utils.py``
 ComfyUI         Comfy-Org/ComfyUI 17358c8, 09708ea       ``comfy/lora.py`` (``model_lora_keys_unet`` and ``_clip``),
                                                          ``comfy/utils.py`` (``flux_to_diffusers``, ``z_image_to_``,
-                                                         ``krea2_to_``)
+                                                         ``krea2_to_``); its pull request 13640 for ERNIE-Image
                 xmarre/ComfyUI 6d4f9e8, a fork           ``comfy/weight_adapter/``, as it was in April 2026
 sd-scripts      kohya-ss/sd-scripts 48d368f              ``networks/lora_flux.py``, ``networks/flux_merge_lora.py``
 musubi-tuner    kohya-ss/musubi-tuner 30c658c, a later   ``utils/lora_utils.py``, ``networks/lora*.py``, ``loha.py``,

@@ -103,19 +103,20 @@ BACKENDS = [
 FAMILIES = {
     **{f"ai-toolkit {name}": (ai_toolkit({"arch": name}), kind) for name, kind in {
         "flux": "flux", "flux2": "flux2_dev", "flux2_klein_9b": "flux2_klein", "qwen_image": "qwen_image",
-        "zimage:turbo": "z_image", "krea2": "krea2"}.items()},
+        "zimage:turbo": "z_image", "krea2": "krea2", "ernie_image": "ernie_image"}.items()},
     "ai-toolkit is_flux": (ai_toolkit({"is_flux": True}), "flux"),
     "ai-toolkit edit": (ai_toolkit({"arch": "qwen_image_edit_plus"}, control_path="images"), "qwen_image_edit_plus"),
     "ai-toolkit klein edit": (ai_toolkit({"arch": "flux2_klein_4b"}, control_path="images"), "flux2_klein_edit"),
     "ai-toolkit masks": (ai_toolkit({"arch": "flux_kontext"}, control_path="images"), "flux_kontext"),
     **{f"OneTrainer {name}": (one_trainer(name), kind) for name, kind in {
         "FLUX_DEV_1": "flux", "FLUX_FILL_DEV_1": "flux_fill", "FLUX_2": "flux2_klein", "QWEN": "qwen_image",
-        "KREA_2": "krea2", "Z_IMAGE": "z_image"}.items()},
+        "KREA_2": "krea2", "Z_IMAGE": "z_image", "ERNIE": "ernie_image"}.items()},
     "OneTrainer dynamic": (one_trainer("FLUX_DEV_1", dynamic_timestep_shifting=True), "flux"),
     **{f"SimpleTuner {name} {flavour}": (simple_tuner(name, model_flavour=flavour), kind) for name, flavour, kind in (
         ("flux", "dev", "flux"), ("flux", "kontext", "flux_kontext"), ("flux2", "klein-4b", "flux2_klein"),
         ("flux2", "dev", "flux2_dev"), ("qwen_image", "v1.0", "qwen_image"), ("krea2", "raw", "krea2"),
-        ("qwen_image", "edit-v3", "qwen_image_edit_plus"), ("z_image", "base", "z_image"))},
+        ("qwen_image", "edit-v3", "qwen_image_edit_plus"), ("z_image", "base", "z_image"),
+        ("ernie", "base", "ernie_image"), ("ernie", "turbo", "ernie_image"))},
     "SimpleTuner z_image": (simple_tuner("z_image"), "z_image"),
 }  # fmt: skip
 

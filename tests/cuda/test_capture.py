@@ -40,7 +40,7 @@ COMPILED = [*RECOMPUTED, "--torch_compile", "--dynamo_backend", "aot_eager"]
 FAMILIES = [
     "flux", "flux_fill", "flux_kontext", "flux2_klein", "flux2_klein_edit", "flux2_dev", "flux2_dev_edit",
     "flux3_klein", "flux3_klein_edit", "qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "qwen_image_21",
-    "qwen_image_21_edit", "z_image", "krea2",
+    "qwen_image_21_edit", "z_image", "krea2", "ernie_image",
 ]  # fmt: skip
 FILES = ["nf4", "nvfp4", "mxfp8", "Q4_K", "Q8_0", "int8_row", "int8_convrot"]
 CAPTURED: dict[str, dict[str, Any]] = {

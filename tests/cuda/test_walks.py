@@ -74,6 +74,15 @@ RUNS: dict[str, dict[str, Any]] = {
         "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing", "--fp8_scaled", "--sample_prompts", "PROMPTS",
                   "--sample_model", "MODEL"],
     },
+    "ernie_image, a batch of two, compiled, sampled": {
+        "model_type": "ernie_image", "batch": 2,
+        "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager",
+                  "--sample_prompts", "PROMPTS"],
+    },
+    "ernie_image, fp8, blocks swapped": {
+        "model_type": "ernie_image", "blocks": 3,
+        "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing", "--fp8_scaled"],
+    },
     "flux, compiled": {"flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"]},
     "flux, fp8, compiled, blocks swapped": {
         "blocks": 4,

@@ -36,6 +36,7 @@ from networks.files.writing import save_adapter
 from tests.cuda.device import FakeDevice
 from tests.curves import without_curves
 from tests.tiny import save_single_files, tiny_flux_pipeline
+from tests.tiny_ernie_image import save_ernie_split_files, tiny_ernie_pipeline
 from tests.tiny_flux2 import save_flux2_files, tiny_dev_pipeline, tiny_flux2_pipeline
 from tests.tiny_flux3 import save_flux3_split_files, tiny_flux3_pipeline
 from tests.tiny_krea2 import save_krea2_split_files, tiny_krea2_pipeline
@@ -108,6 +109,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     z_image = save_z_split_files(tiny_z_pipeline(folder / "z_image"), folder / "single_z_image")
     flux2 = save_flux2_files(tiny_flux2_pipeline(folder / "flux2"), folder / "single_flux2")
     dev = save_flux2_files(tiny_dev_pipeline(folder / "dev", double_blocks=8, single_blocks=48), folder / "single_dev")
+    ernie = save_ernie_split_files(tiny_ernie_pipeline(folder / "ernie"), folder / "single_ernie")
     krea2 = save_krea2_split_files(tiny_krea2_pipeline(folder / "krea2"), folder / "single_krea2")
     for source, name in (
         (files.transformer, "flux1-dev.safetensors"),
@@ -135,6 +137,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (flux3.transformer, "flux-3-image-klein-base.safetensors"),
         (flux3.text_encoder, "qwen3vl_4b_bf16.safetensors"),
         (krea2.transformer, "krea2_raw_bf16.safetensors"),
+        (ernie.transformer, "ernie-image.safetensors"),
+        (ernie.text_encoder, "ministral-3-3b.safetensors"),
     ):
         shutil.copy(source, folder / "models" / name)
     up = {"layers.0.attention.to_q": LoraWeights(torch.ones(2, 64), torch.zeros(64, 2), 2.0)}
@@ -181,7 +185,7 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
     tokenizers = ["--clip_l_tokenizer", clip, "--t5xxl_tokenizer", t5]
     if any(name in word for word in rest for name in ("qwen", "z_image", "flux2", "flux3", "krea2")):
         tokenizers = ["--qwen_tokenizer", qwen]
-    if any("flux2_dev" in word for word in rest):
+    if any("flux2_dev" in word or "ernie_image" in word for word in rest):
         tokenizers = ["--mistral_tokenizer", mistral]
     if script == "train_lora.py":
         rank = [] if "--dim_from_weights" in rest else ["--network_dim", "2"]
@@ -360,7 +364,7 @@ CONFIGS = [
     for path in sorted((ROOT / "configs").glob("*_lora*.toml"))
     if not re.fullmatch(r"flux_lora|(flux|qwen_image)_lora_\d+gb", path.stem)
 ]
-SAMPLE = {"flux2_klein_4b_lora", "flux3_klein_edit_lora", "flux_fill_lora", "krea2_lora_12gb"}
+SAMPLE = {"flux2_klein_4b_lora", "flux3_klein_edit_lora", "flux_fill_lora", "krea2_lora_12gb", "ernie_image_lora"}
 SAMPLE |= {"qwen_image_21_edit_lora", "qwen_image_edit_plus_lora", "z_image_turbo_lora"}
 
 

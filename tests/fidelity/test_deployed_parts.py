@@ -31,6 +31,7 @@ from library.fidelity.serving import REFERENCE, Models, Served, Variant
 from tests.fidelity.planted_faults import shift_vocabulary
 from tests.runs import write_dataset
 from tests.tiny import tiny_flux_pipeline
+from tests.tiny_ernie_image import tiny_ernie_pipeline
 from tests.tiny_flux2 import tiny_dev_pipeline, tiny_flux2_pipeline
 from tests.tiny_flux3 import tiny_flux3_pipeline
 from tests.tiny_krea2 import tiny_krea2_pipeline
@@ -41,6 +42,7 @@ from tests.tiny_z_image import tiny_z_pipeline
 QUIET = Console(quiet=True)
 STEPS = 4
 PIPELINES: dict[str, Callable[[Path], Path]] = {
+    "ernie_image": tiny_ernie_pipeline,
     "flux": tiny_flux_pipeline,
     "flux_fill": partial(tiny_flux_pipeline, model_type="flux_fill"),
     "flux2_klein": tiny_flux2_pipeline,

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, Conditions
+from library.config.model_types import MODEL_TYPES
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.errors import UserError
@@ -202,7 +203,8 @@ def assert_lone_file_is_read(
     """Read the folder's transformer as a file in diffusers' names, with ``more`` tensors that are passed over."""
     state = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     save_file(state | (more or {}), file)
-    parts = {"vae": str(folder), "text_encoder": str(folder), "qwen_tokenizer": str(folder / "tokenizer")}
+    tokenizer = next(iter(MODEL_TYPES[str(changes["model_type"])].tokenizers))
+    parts = {"vae": str(folder), "text_encoder": str(folder), tokenizer: str(folder / "tokenizer")}
     loaded = family_of(file, **parts, **changes).load_transformer(torch.float32).state_dict()
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[name], state[name]) for name in state)

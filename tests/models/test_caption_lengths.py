@@ -23,6 +23,7 @@ from library.models.family_by_name import family_class, model_family
 from library.models.text import CAPTION_MULTIPLE
 from tests.models.claims import inject_every_layer
 from tests.parity.peft_lora import fill_up
+from tests.tiny_ernie_image import tiny_ernie_inputs, tiny_ernie_pipeline
 from tests.tiny_flux3 import tiny_flux3_inputs, tiny_flux3_pipeline
 from tests.tiny_krea2 import tiny_krea2_inputs, tiny_krea2_pipeline
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_pipeline
@@ -40,6 +41,7 @@ MODELS: dict[str, tuple[Callable[..., Path], Callable[..., dict[str, Tensor]]]] 
     "flux3_klein": (tiny_flux3_pipeline, tiny_flux3_inputs),
     "flux3_klein_edit": (tiny_flux3_pipeline, tiny_flux3_inputs),
     "krea2": (tiny_krea2_pipeline, tiny_krea2_inputs),
+    "ernie_image": (tiny_ernie_pipeline, tiny_ernie_inputs),
 }
 
 

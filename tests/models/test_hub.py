@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -25,9 +26,14 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     """Serve a pipeline as publishers keep it, and a language model, each with what nobody needs."""
     pipeline, language = tmp_path / "pipeline", tmp_path / "language"
     shutil.copytree(FLUX, pipeline)
-    for name in ("flux1.safetensors", "transformer/x.fp16.safetensors", "text_encoder/pytorch_model.bin", "a/b.json"):
+    for name in (
+        *("flux1.safetensors", "transformer/x.fp16.safetensors", "text_encoder/pytorch_model.bin", "a/b.json"),
+        "pe/model.safetensors",
+    ):
         (pipeline / name).parent.mkdir(exist_ok=True)
         (pipeline / name).write_bytes(b"unneeded")
+    index = json.loads((pipeline / "model_index.json").read_text())  # with ERNIE-Image's prompt enhancer
+    (pipeline / "model_index.json").write_text(json.dumps(index | {"pe": ["transformers", "Ministral3ForCausalLM"]}))
     language.mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin", "README.md"):
         (language / name).write_bytes(os.urandom(2 << 20) if name == "model.safetensors" else name.encode())
@@ -71,7 +77,7 @@ def test_of_a_pipeline_what_is_read_is_fetched_once_and_found_without_a_network(
     assert set(files_of(Path(found))) == set(hub.fetched) == own
     assert f"downloading acme/flux to {home / 'hub'}: {len(own) - 1} files" in said
     for name in own:
-        assert (Path(found) / name).read_bytes() == (FLUX / name).read_bytes()
+        assert (Path(found) / name).read_bytes() == (hub.models["acme/flux"] / name).read_bytes()
     hub.fetched.clear()
     assert find(hub, home, "acme/flux") == (found, "")
     assert find(NOBODY, home, "acme/flux") == (found, "")

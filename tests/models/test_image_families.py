@@ -37,6 +37,12 @@ from tests.models.claims import (
     quiet,
 )
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
+from tests.tiny_ernie_image import (
+    save_ernie_split_files,
+    tiny_ernie_inputs,
+    tiny_ernie_pipeline,
+    tiny_ernie_transformer,
+)
 from tests.tiny_flux2 import save_flux2_files, tiny_flux2_inputs, tiny_flux2_pipeline, tiny_flux2_transformer
 from tests.tiny_flux3 import (
     CalledAsOthers,
@@ -133,6 +139,14 @@ CASES = {
         title="a Krea 2 transformer",
         text=(35, "Qwen3-VL"),
     ),
+    "ernie_image": Case(
+        *(tiny_ernie_pipeline, save_ernie_split_files, tiny_ernie_inputs, tiny_ernie_transformer),
+        # 7 in each of two blocks; text, two of the timestep, the modulation of all blocks; two of the end
+        fp8={HIGH: (14, 6), LOW: (20, 0)},
+        needs={"vae": "flux2-vae.safetensors", "text_encoder": "ministral-3-3b"},
+        title="an ERNIE-Image transformer",
+        text=(2, "Ministral 3"),
+    ),
 }
 
 
@@ -227,6 +241,8 @@ def embeddings_of(name: str, pipeline: Any, captions: list[str]) -> list[Tensor]
         return [encode(*parts, caption)[0] for caption in captions]
     if name == "z_image":
         return pipeline.encode_prompt([*captions], do_classifier_free_guidance=False)[0]
+    if name == "ernie_image":
+        return pipeline.encode_prompt([*captions], "cpu")
     embeds, mask, *_ = pipeline.encode_prompt([*captions])
     if name == "flux2_klein" or mask is None:
         return list(embeds)
@@ -280,7 +296,7 @@ def test_missing_parts_and_other_models_are_refused_in_one_line(model: Model, tm
         "vae 'nowhere' does not exist": {"vae": "nowhere"},
         "no model_index.json, so no diffusers pipeline": {path: str(tmp_path)},
         "a LoRA, not a base model; give it as network_weights": {path: str(lora)},
-        "not Qwen": {"text_encoder": str(files.vae)},
+        "not (Qwen|Ministral)": {"text_encoder": str(files.vae)},
     }
     assert_refused(files.model_config, wanted)
     with pytest.raises(UserError, match=f'{model.case.title}, not FLUX.1; set model_type = "{model.name}"'):

@@ -26,6 +26,7 @@ from tests.tiny import (
     tiny_text_encoders,
     tiny_vae,
 )
+from tests.tiny_ernie_image import tiny_ernie_transformer
 from tests.tiny_flux2 import bfl_flux2_state_dict, tiny_flux2_transformer
 from tests.tiny_flux3 import bfl_name, tiny_flux3_transformer
 from tests.tiny_krea2 import published_state_dict, tiny_krea2_transformer
@@ -66,6 +67,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "flux2": (lambda: tiny_flux2_transformer(2), "FLUX.2 transformer (diffusers' names)"),
     "flux3": (tiny_flux3_transformer, "FLUX.3 transformer (diffusers' names)"),
     "krea2": (tiny_krea2_transformer, "Krea 2 transformer"),
+    "ernie": (tiny_ernie_transformer, "ERNIE-Image transformer"),
     "vae": (tiny_vae, "image autoencoder, AutoencoderKL (diffusers' names)"),
     "qwen_vae": (qwen_vae, "Qwen-Image autoencoder (diffusers' names)"),
     "qwen_21_vae": (tiny_21_vae, "Qwen-Image-2.1 autoencoder (diffusers' names)"),
@@ -102,9 +104,11 @@ ORIGINALS: dict[str, tuple[Callable[[], nn.Module], Callable[..., dict[str, Tens
     ),
     "z_image": (tiny_z_transformer, comfy_state_dict, "Z-Image transformer"),
     "krea2": (tiny_krea2_transformer, published_state_dict, "Krea 2 transformer"),
+    "ernie": (tiny_ernie_transformer, dict, "ERNIE-Image transformer"),
     "vae": (tiny_vae, bfl_vae_state_dict, "image autoencoder, AutoencoderKL (Black Forest Labs'"),
 }
 FACTS = {"flux": {"width": 64, "guidance": True}, "flux3": {"width": 64, "distilled": True}, "krea2": {"width": 64}}
+FACTS["ernie"] = {"width": 64}
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])

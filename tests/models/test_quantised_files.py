@@ -26,6 +26,7 @@ import tools.quantize_model as quantize_model
 from library.errors import UserError
 from library.models.family_by_name import model_family
 from library.models.flux.text import check_t5, load_t5
+from library.models.flux2.text import MISTRAL
 from library.models.qwen3 import VL_THETA, load_qwen3, qwen3_width
 from library.models.qwen_image.text import check_qwen_text, load_qwen_text
 from library.precision.files.fp8 import Fp8Scheme
@@ -35,6 +36,7 @@ from tests.precision.files.gguf_files import blocks_of, image_model_types, read_
 from tests.precision.files.nf4_files import nf4_of
 from tests.runs import call
 from tests.tiny import save_single_files, tiny_flux_inputs, tiny_flux_pipeline, tiny_text_encoders
+from tests.tiny_ernie_image import save_ernie_split_files, tiny_ernie_inputs, tiny_ernie_pipeline
 from tests.tiny_flux2 import save_flux2_files, tiny_flux2_inputs, tiny_flux2_pipeline
 from tests.tiny_krea2 import save_krea2_split_files, tiny_krea2_inputs, tiny_krea2_pipeline
 from tests.tiny_qwen import (
@@ -53,6 +55,7 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, int], Callable[..., Any]
     "flux": (tiny_flux_pipeline, {"heads": 4, "head_dim": 64}, save_single_files, tiny_flux_inputs),
     "flux2_klein": (tiny_flux2_pipeline, {"single_blocks": 1, "heads": 8}, save_flux2_files, tiny_flux2_inputs),
     "krea2": (tiny_krea2_pipeline, {}, save_krea2_split_files, tiny_krea2_inputs),
+    "ernie_image": (tiny_ernie_pipeline, {}, save_ernie_split_files, tiny_ernie_inputs),
     "z_image": (tiny_z_pipeline, {}, save_z_split_files, tiny_z_inputs),
     "qwen_image": (tiny_qwen_pipeline, {}, save_split_files, tiny_qwen_inputs),
 }
@@ -103,6 +106,7 @@ GGUFS = {
     "flux below a prefix": ("flux", image_model_types("Q4_K"), "model.diffusion_model.", 26),
     "flux2_klein": ("flux2_klein", q8_where("double_blocks.", "single_blocks."), "", 12 + 2),
     "krea2": ("krea2", q8_where("blocks."), "", 16),
+    "ernie_image": ("ernie_image", q8_where("layers."), "", 14),
     "z_image": ("z_image", q8_where("layers."), "", 14),
 }
 
@@ -334,3 +338,11 @@ def test_qwen3_and_qwen3_vl_which_have_the_same_shapes_are_told_apart(tmp_path: 
         qwen3_width(plain, VL_THETA)
     with pytest.raises(UserError, match="qwen3vl.gguf: Qwen3-VL, not Qwen3; give Qwen3 as text_encoder"):
         qwen3_width(sees)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral3"])
+def test_a_gguf_file_of_mistrals_whose_rows_are_in_another_order_is_refused(architecture: str, tmp_path: Path) -> None:
+    tensors = {"token_embd.weight": torch.ones(64, 32), "blk.0.ffn_gate.weight": torch.ones(64, 32)}
+    write_gguf(tmp_path / "m.gguf", tensors, lambda name, tensor: "F32", architecture=architecture)
+    with pytest.raises(UserError, match="Mistral Small 3 is not read from GGUF; give mistral_3_small_flux2_bf16"):
+        MISTRAL.width(tmp_path / "m.gguf")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
+    ErnieImagePipeline,
     Flux2KleinPipeline,
     Flux3ModularPipeline,
     FluxPipeline,
@@ -105,6 +106,7 @@ PIPELINES: dict[str, Any] = {
     "z_image": ZImagePipeline,
     "flux2_klein": Flux2KleinPipeline,
     "krea2": Krea2Pipeline,
+    "ernie_image": ErnieImagePipeline,
 }
 
 

@@ -92,6 +92,7 @@ def family_with(scheduler: FlowMatchEulerDiscreteScheduler | None, folder: Path,
         ("qwen_image_edit", "qwen_shift", None),
         ("krea2", "krea2_shift", None),
         ("qwen_image_21", "qwen_shift", None),
+        ("ernie_image", "shift", 4.0),  # baidu/ERNIE-Image's, and its Turbo's
         ("z_image", "shift", 6.0),  # Tongyi-MAI/Z-Image's scheduler_config.json
     ],
 )

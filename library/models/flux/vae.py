@@ -126,6 +126,7 @@ class Flux2ImageEncoder(FluxImageEncoder):
     title = "FLUX.2's VAE"
     file = "flux2-vae.safetensors"
     channels = 32
+    eps: float | None = None  # of the variance; None: as the config says
     published = PUBLISHED | {"latent_channels": 32, "use_quant_conv": True, "use_post_quant_conv": True}
 
     def normalise(self, latents: Tensor) -> Tensor:
@@ -141,4 +142,4 @@ class Flux2ImageEncoder(FluxImageEncoder):
     def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         norm = self.vae.bn
         mean, variance = (each.to(latents).view(1, -1, 1, 1) for each in (norm.running_mean, norm.running_var))
-        return mean, torch.sqrt(variance + norm.eps)
+        return mean, torch.sqrt(variance + (self.eps or norm.eps))

@@ -31,20 +31,16 @@ from library.models.family import Family, inputs_changed
 from library.models.flux.vae import Flux2ImageEncoder
 from library.models.flux2.model import positions_of
 from library.models.flux2.text import (
+    MISTRAL,
     MISTRAL_LAYERS,
     MOST_TOKENS,
     QWEN_LAYERS,
     DevTextEncoder,
     KleinTextEncoder,
-    load_mistral,
-    load_mistral_tokenizer,
-    mistral_width,
-    published_mistral,
 )
+from library.models.mistral import MistralFamily
 from library.models.qwen3 import Qwen3Family, published_qwen3
-from library.models.text import TextEncoder
 from library.models.vae import pack_latents, text_numbers, token_grid
-from library.precision.recipe import Recipe
 
 
 class Flux2Family(Family):
@@ -149,29 +145,19 @@ class KleinEditFamily(KleinFamily):
     name = "flux2_klein_edit"
 
 
-class DevFamily(Flux2Family):
+class DevFamily(MistralFamily, Flux2Family):
     """FLUX.2 dev."""
 
     name = "flux2_dev"
     layout = flux2_files.DEV_FILES
-    published_texts = staticmethod(published_mistral)
+    mistral = MISTRAL
+    text_encoder = DevTextEncoder
+    text_layers = MISTRAL_LAYERS[-1]
+    text_settings = ("flux2_dev", MOST_TOKENS)
+    text_argument = "joint_attention_dim"
     sampler = Flux2Pipeline
     guidance_argument = "guidance_scale"
     guidance_input = True
-
-    def check_text_encoders(self) -> None:
-        """Read the header of Mistral."""
-        width = mistral_width(self.files.text_encoders[0])
-        self.check_text_width(width, "joint_attention_dim", "Mistral Small 3", len(MISTRAL_LAYERS))
-
-    def load_text_encoder(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
-    ) -> TextEncoder:
-        """Return Mistral."""
-        (path,) = self.files.text_encoders
-        fingerprint = self.text_fingerprint(dtype, recipe, "flux2_dev", MOST_TOKENS)
-        tokenizer = load_mistral_tokenizer(self.files.tokenizers[0])
-        return DevTextEncoder(lambda: load_mistral(path, dtype, device, recipe), tokenizer, fingerprint)
 
 
 class DevEditFamily(DevFamily):

@@ -10,25 +10,17 @@ system message stands before the caption, and the filling before both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from PIL.Image import Image
 from torch import Tensor
-from transformers import MistralConfig, MistralModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import MistralConfig, MistralModel
 
-from library.errors import UserError
-from library.models.qwen3 import load_layers, prefix_of, sizes, sizes_of, without_norm
-from library.models.text import LanguageModelEncoder, byte_tokenizer, load_tokenizer
-from library.models.weights import read_config
-from library.precision.checkpoint import WeightFiles
-from library.precision.recipe import Recipe
+from library.models.mistral import HEAD_DIM, MistralKind
+from library.models.text import LanguageModelEncoder
 
 MOST_TOKENS = 512  # of a caption with its template; all have as many
 QWEN_LAYERS, MISTRAL_LAYERS = (9, 18, 27), (10, 20, 30)
-_HEAD_DIM = 128  # of Mistral Small 3
 
 
 class PaddedEncoder(LanguageModelEncoder):
@@ -84,61 +76,18 @@ class DevTextEncoder(PaddedEncoder):
         return super().prompt_of(caption.replace("[IMG]", ""))
 
 
-def load_mistral_tokenizer(folder_or_name: str | Path) -> PreTrainedTokenizerBase:
-    """Load Mistral Small 3's tokenizer from a folder or the hub."""
-    load = PreTrainedTokenizerFast.from_pretrained
-    return load_tokenizer(load, folder_or_name, "mistral_tokenizer", _SYSTEM_TOKEN, "Mistral Small 3")
-
-
-def published_mistral() -> dict[str, Callable[[], Any]]:
-    """Return what builds the layers of Mistral Small 3 that are read, and a tokenizer of single bytes, by folder."""
-    config = _mistral_config(**sizes(131072, 5120, 32768, MISTRAL_LAYERS[-1], 32, 8, _HEAD_DIM))
-    specials = (_PAD, "<s>", _SYSTEM_TOKEN, "[/SYSTEM_PROMPT]", "[INST]", "[/INST]")
-    return {"text_encoder": lambda: without_norm(MistralModel(config)), "tokenizer": lambda: byte_tokenizer(*specials)}
-
-
-def mistral_width(path: Path) -> int:
-    """Return the width of the vectors that the Mistral in ``path`` gives; reads headers only."""
-    return _describe(WeightFiles(path))[1].hidden_size
-
-
-def load_mistral(
-    path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", recipe: Recipe | None = None
-) -> MistralModel:
-    """Load the layers of Mistral Small 3 that are read.
-
-    Args:
-        path: a transformers folder or a file.
-        dtype, device: of the weights.
-        recipe: how linear weights become fp8; None leaves them as the file has them.
-    """
-    weights = WeightFiles(path)
-    prefix, config = _describe(weights)
-    return load_layers(MistralModel, weights, prefix, config, MISTRAL_LAYERS[-1], dtype, device, recipe)
-
-
-def _mistral_config(**of: int) -> MistralConfig:
-    """Return a configuration of such sizes; what no tensor shows is Mistral Small 3's."""
-    fixed: dict[str, Any] = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": None}
-    return MistralConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e9}, **fixed, **of)
-
-
-def _describe(weights: WeightFiles) -> tuple[str, MistralConfig]:
-    """Return what stands before the language model's names, and the configuration of all its layers."""
-    prefix = prefix_of(weights)
-    if weights.path.is_dir():
-        known = read_config(weights.path)
-        text = known.get("text_config", known)
-        if text.get("model_type") != "mistral":
-            raise UserError(
-                f"{weights.path / 'config.json'}: {text.get('model_type')!r}, not mistral; give FLUX.2 "
-                "dev's text encoder"
-            )
-        return prefix, MistralConfig.from_dict(text)
-    first = f"{prefix}layers.0"
-    if f"{first}.self_attn.q_norm.weight" in weights or f"{first}.mlp.gate_proj.weight" not in weights:
-        raise UserError(
-            f"{weights.path}: not Mistral Small 3 (no {first}.mlp.gate_proj, or norms of queries); give "
-            "mistral_3_small_flux2_bf16.safetensors as text_encoder"
-        )
-    return prefix, _mistral_config(**sizes_of(weights.shape, weights.names, prefix, _HEAD_DIM))
+MISTRAL = MistralKind(
+    "Mistral Small 3",
+    "FLUX.2 dev",
+    "mistral_3_small_flux2_bf16.safetensors",
+    MistralModel,
+    MistralConfig,
+    {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e9},
+    },
+    (131072, 5120, 32768, MISTRAL_LAYERS[-1], 32, 8, HEAD_DIM),
+    (_SYSTEM_TOKEN, "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
+)

@@ -31,6 +31,7 @@ import library.models.flux3.files as flux3_files
 import library.models.flux3.model as flux3_model
 from library.conditions import Conditions
 from library.errors import UserError
+from library.models.family import InFloat32
 from library.models.flux.vae import Flux2ImageEncoder
 from library.models.flux3.model import DISTILLED_STEPS, SHIFT, positions_of
 from library.models.qwen3 import VL_THETA, Qwen3Family
@@ -154,7 +155,7 @@ class _Sampler:
         pipeline = Flux3DistilledModularPipeline if distilled else Flux3ModularPipeline
         self._blocks = getattr(module, kind)()
         self._pipeline = pipeline(blocks=self._blocks)
-        self._pipeline.register_components(transformer=_InFloat32(transformer), scheduler=scheduler)
+        self._pipeline.register_components(transformer=InFloat32(transformer), scheduler=scheduler)
         self._references = [F.pixel_unshuffle(each.float(), 2) for each in references]
         self.image_processor = VaeImageProcessor()
 
@@ -169,21 +170,6 @@ class _Sampler:
         if self._references:
             inputs["image_cond_latents"] = self._references
         return (self._pipeline(**inputs, output="latents"),)
-
-
-class _InFloat32(nn.Module):
-    """The transformer for blocks that take the dtype of its weights for that of the solver."""
-
-    dtype = torch.float32
-
-    def __init__(self, transformer: Any) -> None:
-        super().__init__()
-        self._transformer = [transformer]  # no child: it stays where it is
-        self.config, self.device, self.forward = transformer.config, transformer.device, transformer.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the transformer, with its hooks."""
-        return self._transformer[0](*args, **kwargs)
 
 
 class Flux3KleinEditFamily(Flux3KleinFamily):

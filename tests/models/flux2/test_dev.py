@@ -102,7 +102,7 @@ def test_klein_and_its_parts_are_refused_in_one_line(folder: Path, tmp_path: Pat
         with pytest.raises(UserError, match=message) as caught:
             family_of(**({"folder": folder} | changes))  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
-    from library.models.flux2.text import load_mistral_tokenizer
+    from library.models.flux2.text import MISTRAL
 
     with pytest.raises(UserError, match="has no .SYSTEM_PROMPT.; give the tokenizer of Mistral Small 3"):
-        load_mistral_tokenizer(klein / "tokenizer")
+        MISTRAL.tokenizer(klein / "tokenizer")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import (
+    convert_ernie_image_transformer_checkpoint_to_diffusers,
     convert_flux2_transformer_checkpoint_to_diffusers,
     convert_flux3_transformer_checkpoint_to_diffusers,
     convert_krea2_transformer_checkpoint_to_diffusers,
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 import tools.merge_lora as merge_lora
 from library.errors import UserError
+from library.models.ernie_image.files import ERNIE_IMAGE_TARGETS
 from library.models.flux.files import FLUX_TARGETS
 from library.models.flux2.files import FLUX2_TARGETS
 from library.models.flux3.files import FLUX3_EDIT_TARGETS, FLUX3_TARGETS
@@ -41,6 +43,7 @@ from networks.files.writing import save_adapter
 from networks.network import AdapterNetwork
 from tests.networks.conftest import assert_read_as_written, diffusers_pipeline, filled
 from tests.runs import call
+from tests.tiny_ernie_image import run_ernie, tiny_ernie_transformer
 from tests.tiny_flux2 import bfl_flux2_state_dict, run_flux2, tiny_flux2_transformer
 from tests.tiny_flux3 import bfl_name, run_flux3, run_flux3_edit, tiny_flux3_transformer
 from tests.tiny_krea2 import published_name, published_state_dict, run_krea2, tiny_krea2_transformer
@@ -141,6 +144,14 @@ KREA2 = Family(
     convert_krea2_transformer_checkpoint_to_diffusers,
     (),
 )
+ERNIE_IMAGE = Family(
+    ERNIE_IMAGE_TARGETS,
+    tiny_ernie_transformer,
+    run_ernie,
+    dict,
+    convert_ernie_image_transformer_checkpoint_to_diffusers,
+    ("mod_dim=3", "final_dim=2", "txt_in_dim=2", "time_in_dim=2"),
+)
 QWEN = Family(
     QWEN_TARGETS,
     tiny_qwen_transformer,
@@ -165,6 +176,7 @@ LOADED: list[tuple[Family, tuple[str, ...], str]] = [
     *((family, (), layout) for family in (FLUX3, FLUX3_EDIT) for layout in ("diffusers", "comfy")),
     *((Z_IMAGE, args, layout) for layout in ("diffusers", "kohya", "comfy") for args in ((), Z_IMAGE.everything)),
     (KREA2, (), "diffusers"),
+    *((ERNIE_IMAGE, args, layout) for layout in ("diffusers", "comfy") for args in ((), ERNIE_IMAGE.everything)),
     *((QWEN, args, layout) for layout in ("diffusers", "kohya", "comfy") for args in ((), QWEN.everything)),
     *((QWEN_21, args, "diffusers") for args in ((), QWEN_21.everything)),
 ]
@@ -211,6 +223,11 @@ READ: list[tuple[Family, str, list[str]]] = [
     (KREA2, "transformer_blocks.0.attn.to_out.0", ["lora_unet_blocks_0_attn_wo"]),
     (KREA2, "text_fusion.refiner_blocks.1.ff.down", ["lora_unet_txtfusion_refiner_blocks_1_mlp_down"]),
     (KREA2, "time_mod_proj", ["lora_unet_tproj_1"]),
+    (ERNIE_IMAGE, "layers.1.mlp.linear_fc2", [  # OneTrainer's below transformer.
+        "diffusion_model.layers.1.mlp.linear_fc2", "lora_unet_layers_1_mlp_linear_fc2",
+        "base_model.model.layers.1.mlp.linear_fc2", "transformer.layers.1.mlp.linear_fc2", "layers.1.mlp.linear_fc2",
+    ]),
+    (ERNIE_IMAGE, "layers.0.self_attention.to_out.0", ["lora_unet_layers_0_self_attention_to_out_0"]),
     (QWEN, "transformer_blocks.1.attn.add_k_proj", [  # the first is lightx2v's and DiffSynth-Studio's
         "transformer_blocks.1.attn.add_k_proj", "diffusion_model.transformer_blocks.1.attn.add_k_proj",
         "lora_unet_transformer_blocks_1_attn_add_k_proj",
@@ -244,7 +261,7 @@ def test_published_layouts_are_read(family: Family, name: str, stem: str, tmp_pa
 @pytest.mark.parametrize(
     ("family", "save_format"),
     [(FLUX2, "diffusers"), (FLUX3_EDIT, "diffusers"), (Z_IMAGE, "diffusers"), (KREA2, "comfy"), (QWEN, "kohya"),
-     (QWEN_21, "diffusers")],
+     (QWEN_21, "diffusers"), (ERNIE_IMAGE, "kohya")],
 )  # fmt: skip
 def test_merging_into_the_published_file_gives_the_networks_output(
     family: Family, save_format: str, prefix: str, tmp_path: Path
@@ -279,6 +296,10 @@ TRAINED: list[tuple[Family, tuple[str, ...], int, str]] = [
     (KREA2, (), KREA2_LINEARS, ".*"),
     (KREA2, tuple(f"{name}_dim=0" for name in KREA2_OTHERS), 2 * 5, r"transformer_blocks\..*"),
     (KREA2, ("train_block_indices=0",), KREA2_LINEARS - 8, r"(?!transformer_blocks\.1\.).*"),
+    # layer_filter_preset attn-mlp of OneTrainer; AI toolkit trains the linear layers below layers.
+    (ERNIE_IMAGE, (), 2 * 7, r"layers\..*"),
+    (ERNIE_IMAGE, ERNIE_IMAGE.everything, 2 * 7 + 1 + 2 + 1 + 2, ".*"),
+    (ERNIE_IMAGE, ("train_block_indices=0",), 7, r"layers\.0\..*"),
     (QWEN, (), 2 * 12 - 4, r"transformer_blocks\.\d\.(attn|img_mlp|txt_mlp)\..*"),
     (QWEN, QWEN.everything, 2 * 14 - 4 + 4, ".*"),
     (QWEN, ("train_block_indices=0",), 12, ".*"),
@@ -313,6 +334,7 @@ WRITTEN: list[tuple[Family, dict[str, Callable[[str], str]]]] = [
     (FLUX3_EDIT, {"kohya": bfl_layer, "comfy": bfl_layer}),
     (Z_IMAGE, {"kohya": str, "comfy": str}),
     (KREA2, {"kohya": published_name, "comfy": published_name}),
+    (ERNIE_IMAGE, {"kohya": str, "comfy": str}),
     (QWEN, {"kohya": str, "comfy": str}),
     (QWEN_21, {"kohya": str}),
 ]

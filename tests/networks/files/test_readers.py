@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError
+from library.models.ernie_image.files import ERNIE_IMAGE_TARGETS
 from library.models.flux.files import FLUX_TARGETS
 from library.models.flux2.files import FLUX2_TARGETS
 from library.models.flux3.files import FLUX3_TARGETS
@@ -39,6 +40,7 @@ from networks.files.writing import save_adapter
 from networks.network import AdapterNetwork, attach_lora
 from networks.options import parse_network_args
 from tests.networks.conftest import diffusers_pipeline, filled, make_flux, run_flux
+from tests.tiny_ernie_image import tiny_ernie_transformer
 from tests.tiny_flux2 import tiny_flux2_transformer
 from tests.tiny_flux3 import tiny_flux3_transformer
 from tests.tiny_krea2 import tiny_krea2_transformer
@@ -54,6 +56,7 @@ MODELS = {
     "flux2_klein": (tiny_flux2_transformer, FLUX2_TARGETS),
     "flux3_klein": (tiny_flux3_transformer, FLUX3_TARGETS),
     "krea2": (tiny_krea2_transformer, KREA2_TARGETS),
+    "ernie_image": (tiny_ernie_transformer, ERNIE_IMAGE_TARGETS),
 }
 
 
@@ -270,6 +273,11 @@ LOADS = {
     ("krea2", "lora", "kohya"): {"ComfyUI", "musubi-tuner"},
     ("krea2", "lora", "comfy"): {"diffusers", "ComfyUI"},
     ("krea2", "loha", "comfy"): {"ComfyUI"},
+    ("ernie_image", "lora", "diffusers"): {"diffusers", "ComfyUI"},
+    ("ernie_image", "lora", "kohya"): {"ComfyUI"},
+    ("ernie_image", "lora", "comfy"): {"diffusers", "ComfyUI"},
+    ("ernie_image", "dora", "diffusers"): {"diffusers"},
+    ("ernie_image", "lokr", "kohya"): {"ComfyUI"},
 }
 
 

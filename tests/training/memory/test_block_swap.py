@@ -249,7 +249,10 @@ def test_any_number_of_kinds_shares_the_swapped_blocks_by_their_weights() -> Non
 
 @pytest.mark.parametrize(
     "name",
-    ["flux", "qwen_image", "qwen_image_21", "z_image", "flux2_klein", "flux3_klein", "flux3_klein_edit", "krea2"],
+    [
+        *("flux", "qwen_image", "qwen_image_21", "z_image", "flux2_klein", "flux3_klein", "flux3_klein_edit", "krea2"),
+        "ernie_image",
+    ],
 )
 def test_a_published_models_largest_number_is_the_one_in_the_configurations_table(name: str) -> None:
     family = family_class(name)

@@ -33,6 +33,7 @@ from tests.runs import (
     train_flags,
     write_dataset,
 )
+from tests.tiny_ernie_image import tiny_ernie_pipeline
 from tests.tiny_flux2 import tiny_flux2_pipeline
 from tests.tiny_krea2 import tiny_krea2_pipeline
 from tests.tiny_qwen import tiny_qwen_pipeline
@@ -84,6 +85,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen_image_21": lambda folder: tiny_21_pipeline(folder, blocks=3),
     "flux2_klein": lambda folder: tiny_flux2_pipeline(folder, double_blocks=2, single_blocks=3),
     "krea2": lambda folder: tiny_krea2_pipeline(folder, layers=3),
+    "ernie_image": lambda folder: tiny_ernie_pipeline(folder, layers=3),
 }
 # clips, saves a state in the middle and samples there
 WHOLE: Settings = {
@@ -142,6 +144,7 @@ CASES: dict[str, dict[str, Case]] = {
         "qwen_image_21": family("qwen_image_21", "qwen_shift", "mod_dim=2"),
         "flux2_klein": family("flux2_klein", "flux2_shift", "single_mod_dim=2"),
         "krea2": family("krea2", "krea2_shift"),
+        "ernie_image": family("ernie_image", "shift", "final_dim=2"),
         "chat": Case(CHAT | {"train_batch_size": 4}, TWO_STAGES, model="gpt2"),
         "nan": Case(SKIP | EPS, {"pp": 2}, "spoilt"),
         "overflow": Case({"max_train_steps": 5}, {"pp": 2}, "large", refused=BAD),

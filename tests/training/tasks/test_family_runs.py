@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
+    ErnieImagePipeline,
     Flux2KleinPipeline,
     Krea2Pipeline,
     QwenImageEditPipeline,
@@ -21,6 +22,7 @@ from diffusers import (
 from PIL import Image, ImageDraw
 
 from library.conditions import Conditions
+from library.config.model_types import MODEL_TYPES
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.errors import UserError
@@ -33,6 +35,7 @@ from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import largest_difference, learn_by_heart, lora, losses_of, metadata, run, same, write_dataset
 from tests.tiny import tiny_flux_pipeline
+from tests.tiny_ernie_image import run_ernie, save_ernie_split_files, tiny_ernie_inputs, tiny_ernie_pipeline
 from tests.tiny_flux2 import run_flux2, save_flux2_files, tiny_flux2_inputs, tiny_flux2_pipeline
 from tests.tiny_flux3 import flux3_reference, run_flux3, save_flux3_split_files, tiny_flux3_inputs, tiny_flux3_pipeline
 from tests.tiny_krea2 import run_krea2, save_krea2_split_files, tiny_krea2_inputs, tiny_krea2_pipeline
@@ -134,6 +137,19 @@ CASES = {
             "modelspec.implementation": "https://github.com/krea-ai/krea-2",
         },
     ),
+    "ernie_image": Case(
+        {"model_type": "ernie_image", "timestep_sampling": "shift"},
+        lambda folder: tiny_ernie_pipeline(folder, layers=4),
+        save_ernie_split_files,
+        ErnieImagePipeline.from_pretrained,
+        run_ernie,
+        {
+            "ss_network_module": "peft",
+            "ss_base_model_version": "ernie_image",
+            "modelspec.architecture": "ERNIE-Image/lora",
+            "modelspec.implementation": "https://github.com/baidu/ERNIE-Image",
+        },
+    ),
 }
 
 
@@ -207,7 +223,8 @@ def test_checkpointing_and_swapped_blocks_change_nothing(
 
 def test_split_files_and_an_fp8_base_train(case: Case, base: Path, dataset: Path, plain: Path, tmp_path: Path) -> None:
     files = case.split(base, tmp_path / "files", "model.diffusion_model.")
-    parts = {"vae": files.vae, "text_encoder": files.text_encoder, "qwen_tokenizer": files.tokenizer, **case.options}
+    tokenizer = next(iter(MODEL_TYPES[str(case.options["model_type"])].tokenizers))
+    parts = {"vae": files.vae, "text_encoder": files.text_encoder, tokenizer: files.tokenizer, **case.options}
     run(files.transformer, dataset, tmp_path / "single", **parts)
     assert same(lora(tmp_path / "single"), lora(plain))
     run(files.transformer, dataset, tmp_path / "fp8", **parts, fp8_scaled=True, fp8_text_encoder=True)
@@ -270,6 +287,13 @@ LEARNERS = {
         "krea2_shift",
         "final_layer.linear.weight",
         ("final_dim=0",),
+    ),
+    "ernie_image": Learner(
+        lambda f: tiny_ernie_pipeline(f, layers=1, heads=6),
+        lambda: tiny_ernie_inputs(1, side=6),
+        "shift",
+        "final_linear.weight",
+        ("mod_dim=32",),
     ),
 }
 
