@@ -187,6 +187,22 @@ class AdapterNetwork:
                 raise UserError(f"a {TITLES[layer.kind]} changes weights as a whole and has no strength; leave it at 1")
 
     @contextmanager
+    def at_strength(self, strength: float) -> Iterator[None]:
+        """Inside the block all updates have this strength; then they are as trained."""
+        with undone("the adapter's strength", lambda: self.set_multiplier(1.0)):
+            self.set_multiplier(strength)
+            yield
+
+    def set_row_strengths(self, strengths: Tensor | None) -> None:
+        """Let each sample of the batches to come be trained at a strength of its own: the i-th at ``strengths[i]``.
+
+        They hold in training mode alone, and until others are set: blocks recomputed in backward ask for them again.
+        """
+        for layer in self.modules.values():
+            assert isinstance(layer, LoRALinear)
+            layer.row_strengths = strengths
+
+    @contextmanager
     def bypassed(self) -> Iterator[None]:
         """Inside the block every layer is its base: the model answers as if it had never been trained."""
         before = [(layer, layer.bypassed) for layer in self.modules.values()]

@@ -96,7 +96,7 @@ PATHS = {  # options and keys of datasets that name files or folders
     *("resume", "output_dir", "logging_dir", "save_fallback_dir", "sample_model"),
     *("distill_from", "distill_lora", "distill_cache", "preserve_prompts", "general_prompts"),
     *("image_dir", "metadata_file", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"),
-    "paired_directory",
+    *("paired_directory", "slider_prompts"),
 }
 # transformers' model_type of the language models that are read, GPT-2 and what differs from Llama by a line
 LANGUAGE_MODEL_KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3")

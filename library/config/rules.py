@@ -243,7 +243,7 @@ LORA_MATRIX = (
             lambda s, key=key, value=value: s.values[key] == value,  # type: ignore[misc]
             f'"{value}"',
         )
-        for key, value in (("preserve", "prior"), ("train_on", "preferences"))
+        for key, value in (("preserve", "prior"), ("train_on", "preferences"), ("train_on", "slider"))
     ),
     Row(
         "device_map",
@@ -493,6 +493,16 @@ _IMAGES = (
         ("train_on", "distill_from"),
         lambda s: s.train_on != "images" and s.distill_from,
         "a teacher's answers take the place of what {train_on} learn from; remove one of the two",
+    ),
+    Rule(
+        ("train_on", "network_type"),
+        lambda s: s.train_on == "slider" and s.network_type != "lora",
+        'a slider has strengths below 0, which {network_type} has not; set network_type = "lora"',
+    ),
+    Rule(
+        ("train_on", "text_encoder_lr"),
+        lambda s: s.train_on == "slider" and (s.network_train_text_encoder_only or any(s.text_encoder_lr)),
+        "a slider's prompts are encoded once for both strengths; remove text_encoder_lr",
     ),
     Rule(
         ("train_on", "loss_type"),

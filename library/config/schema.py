@@ -294,12 +294,22 @@ class PreservationConfig(Section):
 
 
 class PairsConfig(Section):
-    """Learning from pairs of images instead of single ones (docs/sliders_and_pairs.md)."""
+    """Learning from pairs of images or of prompts, instead of single images (docs/sliders_and_pairs.md)."""
 
-    train_on: Annotated[Literal["images", "preferences"], MUST_MATCH] = Field(
+    train_on: Annotated[Literal["images", "preferences", "slider"], MUST_MATCH] = Field(
         "images",
         description="images: each image of the dataset; preferences: pairs of a chosen and a rejected image of one "
-        "prompt (DPO), of which paired_directory in the dataset TOML names the rejected ones",
+        "prompt (DPO), of which paired_directory in the dataset TOML names the rejected ones; slider: a direction, of "
+        "slider_prompts, or from the images in paired_directory (strength -1) to those of the dataset (strength 1)",
+    )
+    slider_prompts: Annotated[str | list[str] | None, MUST_MATCH, OnlyWith(train_on=("slider",))] = Field(
+        None,
+        description="the direction as prompts: a list, or a file of them (text, TOML or JSON): "
+        '"a person --p an old person --n a young person"; of several each image takes one; the dataset\'s captions are '
+        "not used then",
+    )
+    slider_guidance: Annotated[float, Field(gt=0), MUST_MATCH, OnlyWith(slider_prompts=True)] = Field(
+        3.0, description="how far strength 1 goes along the direction of slider_prompts (Concept Sliders' eta)"
     )
     dpo_beta: Annotated[float, Field(gt=0), MUST_MATCH, PREFERENCES] = Field(
         2000.0, description="DPO's beta: the higher, the nearer the model stays to its base"

@@ -45,6 +45,7 @@ from library.data.cache import (
     read_conditions,
 )
 from library.data.captions import can_drop, caption_variants, choose_caption, has_word, plain_caption, replace_word
+from library.data.directions import Direction
 from library.data.samples import Sample
 from library.errors import UserError, reason_of
 from library.randomness import generator, python_random
@@ -188,6 +189,7 @@ class CachedDataset(Dataset[Item]):
         pixel_multiple: patch size in pixels; random crops move by whole patches.
         latent_factor: pixels per latent.
         preservation: of training with ``preserve``, where regularisation images are its matter too; else None.
+        directions: of a slider of prompts, which take the place of captions.
     """
 
     def __init__(
@@ -199,8 +201,9 @@ class CachedDataset(Dataset[Item]):
         pixel_multiple: int,
         latent_factor: int,
         preservation: CaptionPreservation | None = None,
+        directions: Sequence[Direction] = (),
     ) -> None:
-        self.samples = samples
+        self.samples, self.directions = samples, directions
         self.seed = seed
         self.variants = variants
         self.text_folder = text_folder
@@ -215,7 +218,8 @@ class CachedDataset(Dataset[Item]):
         self._first = repeats.cumsum(0) - repeats  # sample -> its first item
         self._has_masks = any(has_mask(sample) for sample in samples)
         self.sample_buckets: list[Bucket] = [
-            (sample.group.dataset, sample.fit.bucket, *sample.further_sizes) for sample in samples
+            (sample.group.dataset, sample.fit.bucket, *sample.further_sizes(self.views_of(sample)))
+            for sample in samples
         ]
         self.buckets: list[Bucket] = [self.sample_buckets[owner] for owner in self._owner.tolist()]
         regular: dict[Bucket, list[int]] = defaultdict(list)
@@ -243,6 +247,8 @@ class CachedDataset(Dataset[Item]):
 
     def captions_of(self, sample: Sample) -> tuple[str, ...]:
         """Return the caption variants of a sample; a held-out sample has one."""
+        if self.directions and not sample.settings.is_reg:
+            return tuple(direction.target for direction in self.directions)
         if sample.held_out:
             return (plain_caption(sample.caption, sample.settings),)
         return caption_variants(sample.caption, sample.settings, self.variants)
@@ -250,6 +256,8 @@ class CachedDataset(Dataset[Item]):
     def all_captions(self, sample: Sample) -> tuple[str, ...]:
         """Return all that a sample is ever seen with: its variants, "" where they drop, and what preserves."""
         captions = self.captions_of(sample)
+        if self.directions and not sample.settings.is_reg:
+            return tuple(text for direction in self.directions for text in direction.texts)
         drops = (can_drop(sample.settings) and not sample.held_out) * ("",)
         if self.preservation is None:
             return captions + drops
@@ -290,16 +298,29 @@ class CachedDataset(Dataset[Item]):
         caption, key = source.text.caption, self.key(position)
         return Item(latents, text, weight, mask, sample_id, caption, conditions, source.prior, key)
 
+    def views_of(self, sample: Sample) -> int:
+        """Return how many rows of a batch an item of a sample is."""
+        return 3 if self.directions and not sample.settings.is_reg else len(sample.pair)
+
     def views(self, position: tuple[int, int]) -> list[Item]:
-        """Return the rows of a batch that an item is: itself, or of a pair both images; all else is the same."""
+        """Return the rows of a batch that an item is; all but what is named is the same.
+
+        That is itself alone, of a pair both images, or with each of a direction's texts.
+        """
         item, (source, rng) = self[position], self._seen(position)
         first, *others = source.sample.pair
-        if not others:
-            return [item]
         crop, fingerprint = self._crop(first, rng), str(self.image_fingerprint)
         paths = [latent_path(each, source.flipped, fingerprint) for each in others]
         rows = [item, *(replace(item, latents=read_cached(path, crop)["latents"]) for path in paths)]
+        if self.directions and not first.settings.is_reg:
+            for caption in self._direction(source.epoch, source.sample_id).texts[1:]:
+                job = self.text_job(first, caption, source.flipped)
+                text = read_cached(job.path(self.text_folder, str(self.text_fingerprint)))
+                rows.append(replace(item, text=text, caption=caption))
         return [replace(row, views=len(rows)) for row in rows]
+
+    def _direction(self, epoch: int, sample_id: int) -> Direction:
+        return python_random("direction", self.seed, epoch, sample_id).choice(self.directions)
 
     def key(self, position: tuple[int, int]) -> str:
         """Return the ``key`` of an item; nothing is read."""
@@ -320,6 +341,8 @@ class CachedDataset(Dataset[Item]):
 
     def _caption(self, sample: Sample, epoch: int, sample_id: int) -> tuple[str, bool]:
         """Return a sample's caption in an epoch, and whether the frozen model's answer to it is the target."""
+        if self.directions and not sample.settings.is_reg:
+            return self._direction(epoch, sample_id).target, False
         captions = self.captions_of(sample)
         if sample.held_out:
             return captions[0], False

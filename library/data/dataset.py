@@ -43,6 +43,7 @@ from library.data.cache import (
 )
 from library.data.captions import has_word
 from library.data.config import DatasetConfig, Subset, SubsetSettings
+from library.data.directions import Direction
 from library.data.samples import Sample, Scan, control_sizing, scan
 from library.errors import UserError, counted
 
@@ -70,6 +71,7 @@ def build_dataset(
     prior_loss_weight: float = 1.0,
     preservation: PreservationConfig | None = None,
     painted: Painted | None = None,
+    directions: Sequence[Direction] = (),
 ) -> TrainingData:
     """Find all samples of a dataset TOML; nothing is encoded yet.
 
@@ -81,6 +83,7 @@ def build_dataset(
         prior_loss_weight: loss weight of regularisation images.
         preservation: which samples the frozen model's answers are the targets of.
         painted: pictures that the base has painted.
+        directions: of a slider of prompts.
 
     Raises:
         UserError: anything wrong with the files; ``preserve_class`` has no trigger word to replace.
@@ -95,7 +98,7 @@ def build_dataset(
     classes = (subset for dataset in config.datasets for subset in dataset.subsets if subset.settings.preserve_class)
     if captions is None and (inert := next(classes, None)):
         found.warnings.append(f'{inert.where}: no effect without preserve = "prior": preserve_class')
-    data = TrainingData(config, found, seed, pixel_multiple, latent_factor, captions)
+    data = TrainingData(config, found, seed, pixel_multiple, latent_factor, captions, directions)
     if painted.general:
         first = config.datasets[0]
         alone = replace(first, subsets=(painted_subset(painted.general),))
@@ -119,13 +122,14 @@ def check_pairs(data: TrainingData, train_on: str) -> None:
     """Refuse pairs without ``train_on``, and with it single images and captions that take others' place."""
     for sample in data.samples:
         where, preservation = sample.group.subset.where, data.train.preservation
-        if train_on == "images":
+        if train_on == "images" or data.train.directions:
             if sample.paired is not None:
-                raise UserError(f'{where}: paired_directory is set but train_on is not; set train_on = "preferences"')
+                needs = 'train_on = "preferences", or "slider" without slider_prompts'
+                raise UserError(f"{where}: paired_directory: has no effect without {needs}; set that, or remove it")
         elif sample.paired is None and not sample.settings.is_reg:
             what = f'no paired_directory, and train_on = "{train_on}" learns from pairs'
             raise UserError(f"{where}: {what}; name the folder of the other images")
-        elif preservation is not None and preservation.captions(sample, sample.caption):
+        if train_on != "images" and preservation is not None and preservation.captions(sample, sample.caption):
             remedy = "remove it, and name preserve_prompts or add an is_reg subset"
             raise UserError(f"preserve_class, preserve_blank: a pair is not seen with another caption; {remedy}")
 
@@ -201,6 +205,7 @@ class TrainingData:
         pixel_multiple: int,
         latent_factor: int,
         preservation: CaptionPreservation | None = None,
+        directions: Sequence[Direction] = (),
     ) -> None:
         self.config = config
         self.conditioning, arguments = config.conditioning, config.arguments
@@ -212,8 +217,10 @@ class TrainingData:
         self._indexes = found.indexes
         self.text_folder = Path(arguments.cache_directory or found.indexes[0].folder).expanduser().resolve()
         self._shared = (seed, arguments.caption_variants, self.text_folder, pixel_multiple, latent_factor)
-        self.train = CachedDataset(found.train, *self._shared, preservation)
-        self.validation = CachedDataset(found.held_out, *self._shared) if found.held_out else None
+        self.train = CachedDataset(found.train, *self._shared, preservation, directions)
+        self.validation = (
+            CachedDataset(found.held_out, *self._shared, directions=directions) if found.held_out else None
+        )
         self.general: CachedDataset | None = None
         self._captions: list[str] | None = None
 

@@ -113,10 +113,9 @@ class Sample:
         """It, and of a pair the sample of the other image, of which all else is the same."""
         return (self,) if self.paired is None else (self, replace(self, image=self.paired, paired=None))
 
-    @property
-    def further_sizes(self) -> list[Size]:
-        """The sizes of the images that are trained with it."""
-        return [self.fit.bucket] * (self.paired is not None) + [one.fit.encoded for one in self.control_images]
+    def further_sizes(self, views: int) -> list[Size]:
+        """Return the sizes of what is trained beside its first view, of so many, and of its control images."""
+        return [self.fit.bucket] * (views - 1) + [control.fit.encoded for control in self.control_images]
 
     @property
     def orientations(self) -> tuple[bool, ...]:

@@ -42,7 +42,8 @@ def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
     model_type = run.get("model_type", "flux")
     usual = family_defaults(model_type if model_type in IMAGE_MODELS else "flux")
     sizes = dict.fromkeys(("width", "height"), "128" if is_tiny else str(usual["sample_size"]))
-    values = {"strengths": "0 0.5 0.8 1 1.2", "prompts": _prompts_of(site, run), "guidance": "1" if is_tiny else ""}
+    strengths = "-2 -1 0 1 2" if run.get("train_on") == "slider" else "0 0.5 0.8 1 1.2"
+    values = {"strengths": strengths, "prompts": _prompts_of(site, run), "guidance": "1" if is_tiny else ""}
     return values | sizes
 
 

@@ -100,6 +100,7 @@ class LoRALinear(AdapterLinear):
         multiplier: user strength of the update, 1.0 while training.
         split: which part of the base this process has; None: all of it. A and B are whole either way.
         joined: the layer that holds A and B of several layers, and this one's rows of B; None: A and B are its own.
+        row_strengths: in training, a factor on the update for each sample of a batch, [B]; None: 1.
     """
 
     kind, from_zero = "lora", ("lora_B.weight",)
@@ -121,6 +122,7 @@ class LoRALinear(AdapterLinear):
         self.start: LoraInit | None = None
         self.split: Split | None = None
         self.joined: Joined | None = None
+        self.row_strengths: Tensor | None = None
         # skip_init: the default initialisation would draw from (and shift) the global generator
         self.lora_A = skip_init(nn.Linear, self.in_features, rank, bias=False, dtype=dtype, device=device_of(base))
         self.lora_B = skip_init(nn.Linear, rank, self.out_features, bias=False, dtype=dtype, device=device_of(base))
@@ -155,7 +157,8 @@ class LoRALinear(AdapterLinear):
         )
         first = [next(layer for layer in layers if layer.holder is holder) for holder in holders]
         downs, ups = [layer._local_down() for layer in first], [layer._local_up() for layer in layers]
-        outputs = _Fused.apply(updates, prologue, 1 + len(more), split, x, *more, *downs, *ups)
+        strengths = layers[0].row_strengths if layers[0].training else None
+        outputs = _Fused.apply(updates, prologue, 1 + len(more), split, strengths, x, *more, *downs, *ups)
         return [gathering(y, split) for y in outputs]
 
     @staticmethod
@@ -172,6 +175,7 @@ class LoRALinear(AdapterLinear):
         first = list({layer.holder: layer for layer in reversed(layers)}.values())[::-1]  # of each A
         stacked = [layer._local_down().to(x.dtype) for layer in first]
         low = F.linear(rows, stacked[0] if len(stacked) == 1 else torch.cat(stacked))  # A(x): [N, sum of ranks]
+        low = _at_strengths(low, layers[0].row_strengths if layers[0].training else None, x.shape)
         parts = dict(
             zip((layer.holder for layer in first), low.split([a.shape[0] for a in stacked], dim=-1), strict=True)
         )
@@ -340,16 +344,19 @@ class _Fused(torch.autograd.Function):
         prologue: Prologue | None,
         count: int,
         split: Split | None,
+        strengths: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         inputs, downs, ups = _parts(tensors, count, len(updates))
         device = inputs[0].device.type
         ctx.updates, ctx.prologue, ctx.count, ctx.device, ctx.split = updates, prologue, count, device, split
+        ctx.strengths = strengths
         ctx.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         x = _made(ctx, inputs)
         rows = x.reshape(-1, x.shape[-1])
         with torch.autocast(device, enabled=False):
             low = rows @ _stacked(downs, rows.dtype).t()  # [N, sum of ranks]
+            low = _at_strengths(low, strengths, x.shape)
             lows = low.split([down.shape[0] for down in downs], dim=1)
             outputs = []
             for update, up in zip(updates, ups, strict=True):
@@ -366,7 +373,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, low = ctx.saved_tensors
         inputs, downs, ups = _parts(tensors, ctx.count, len(ctx.updates))
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[5:]
         with torch.autocast(ctx.device, enabled=False):
             rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
             ranks = [down.shape[0] for down in downs]
@@ -377,6 +384,7 @@ class _Fused(torch.autograd.Function):
                 before = low_gradients[u.low]
                 low_gradients[u.low] = more if before is None else before.add_(more)
             low_gradient = torch.cat([gradient for gradient in low_gradients if gradient is not None], dim=1)
+            low_gradient = _at_strengths(low_gradient, ctx.strengths, gradients[0].shape)
             up_gradients = [
                 (g.t() @ lows[u.low]).to(up.dtype).mul_(u.scale)
                 for g, up, u in zip(rows, ups, ctx.updates, strict=True)
@@ -399,7 +407,27 @@ class _Fused(torch.autograd.Function):
                 found = iter(torch.autograd.grad(edge, needing, x_gradient.view(shape)))
         input_gradients = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
         down_gradients = [part.to(down.dtype) for part, down in zip(down_gradient.split(ranks), downs, strict=True)]
-        return None, None, None, None, *input_gradients, *down_gradients, *up_gradients
+        return None, None, None, None, None, *input_gradients, *down_gradients, *up_gradients
+
+
+def _at_strengths(low: Tensor, strengths: Tensor | None, shape: torch.Size) -> Tensor:
+    """Return ``low`` [N, ranks] times each sample's strength; the first axis of the input's ``shape`` is the batch's.
+
+    Vectors, of two axes, may be there for several timesteps: the batch then stands as often, one after the other. Of
+    more axes the first may count a sample's tokens, too, which stand together.
+
+    Raises:
+        UserError: rows belong to no sample, as Qwen-Image 2.1's modulation of all texts does.
+    """
+    if strengths is None:
+        return low
+    times, rest = divmod(shape[0], len(strengths))
+    if rest or not times:
+        what = "a trained layer has inputs that all samples share, which cannot be at two strengths"
+        raise UserError(f"train_on: slider: {what}; leave mod_dim and *_mod_dim out of network_args")
+    strengths = strengths.to(low.dtype)
+    of_rows = strengths.repeat(times) if len(shape) == 2 else strengths.repeat_interleave(times)
+    return low * of_rows.repeat_interleave(len(low) // shape[0])[:, None]
 
 
 def _parts(tensors: Sequence[Tensor], count: int, layers: int) -> tuple[Sequence[Tensor], ...]:

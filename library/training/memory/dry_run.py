@@ -255,7 +255,7 @@ def noise_batch(task: ImageTask, text: dict[str, Tensor]) -> Batch:
     # in whole patches
     sides = [(high // factor // unit * unit, wide // factor // unit * unit) for wide, high in pixels]
     (height, width), *references = sides
-    views = len(sample.pair)
+    views = data.train.views_of(sample)
     size = samples * views
 
     def latents(h: int, w: int) -> Tensor:

@@ -38,7 +38,7 @@ def with_dummies(config: TrainConfig, folder: Path) -> tuple[TrainConfig, list[s
         notes.append(f"{missing[0]} is not there: merged as the base is loaded, it takes no memory of its own")
     if not Path(config.dataset.dataset_config).expanduser().exists():
         conditioning = family_class(config.model.model_type).conditioning
-        pairs = config.pairs.train_on == "preferences"
+        pairs = config.pairs.train_on != "images" and not config.pairs.slider_prompts
         toml = write_dataset(folder / "dataset", conditioning, pairs=pairs)
         changes["dataset"] = config.dataset.model_copy(update={"dataset_config": str(toml)})
         notes.append(f"{config.dataset.dataset_config} is not there: one image of 1024 x 1024, 512 text tokens")

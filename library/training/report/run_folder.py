@@ -149,7 +149,9 @@ def _prompt(path: Path) -> str:
     from PIL import Image  # tools that only look at a run's files start without it
 
     with Image.open(path, formats=["PNG"]) as image:
-        return str(image.info.get("prompt", "")).partition(" --")[0]
+        line = str(image.info.get("prompt", ""))
+    text, _, strength = line.partition(" --strength ")
+    return text.partition(" --")[0] + (f", strength {strength}" if strength else "")
 
 
 def texts_of(folder: Path) -> list[tuple[int, str]]:

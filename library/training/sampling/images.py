@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -48,6 +48,7 @@ class Sampler:
         rules: what becomes of the prompts' images; these are encoded once, when they are first needed.
         writes: else images are generated and dropped, as a collective call with the processes that write.
         model: that takes the trained one's place while samples are made.
+        at_strength: sets the LoRA's strength for a prompt that has another than 1.
         sampled: the files by step.
     """
 
@@ -60,6 +61,7 @@ class Sampler:
     rules: PromptImageRules = field(default_factory=PromptImageRules)
     writes: bool = True
     model: SampleModel | None = None
+    at_strength: Callable[[float], AbstractContextManager[object]] = nullcontext
     sampled: dict[int, list[Path]] = field(default_factory=dict)
     _conditions: dict[int, Conditions] = field(default_factory=dict)
 
@@ -97,7 +99,8 @@ class Sampler:
         if i not in self._conditions:
             self._conditions[i] = encode_prompt_images(prompt, self.image_encoder, self.rules)
         texts = {text: self._text(prompt, text) for text in prompt.texts()}
-        return generate_image(self.family, transformer, self.image_encoder, prompt, texts, self._conditions[i])
+        with self.at_strength(prompt.strength):
+            return generate_image(self.family, transformer, self.image_encoder, prompt, texts, self._conditions[i])
 
     def _write(self, images: list[Image.Image], step: int, first: int) -> list[Path]:
         """Write the images of the prompts from ``first`` on, where this process does that; return their files."""
@@ -129,8 +132,19 @@ class Sampler:
                 self.sampled.setdefault(step, paths)
 
     def write_sheets(self) -> list[Path]:
-        """Write ``before_after.png`` and, with more than two sampled steps, ``over_time.png``; return their paths."""
+        """Write ``before_after.png`` and, with more than two sampled steps, ``over_time.png``; return their paths.
+
+        Where prompts are sampled at several strengths, ``strengths.png`` has a column for each, of the last step.
+        """
         steps = sorted(self.sampled)
+        strengths = list(dict.fromkeys(prompt.strength for prompt in self.prompts))
+        if steps and len(strengths) > 1:
+            rows, last = dict[str, list[Path | Image.Image]](), self.sampled[steps[-1]]
+            for prompt, path in zip(self.prompts, last, strict=True):
+                rows.setdefault(replace(prompt, strength=1.0).line(), []).append(path)
+            shown = [(line.partition(" --")[0], images) for line, images in rows.items()]
+            write_sheet(path := self.folder / "strengths.png", [f"{strength:g}" for strength in strengths], shown)
+            return [path]
         if len(steps) < 2:
             return []
         ends = {

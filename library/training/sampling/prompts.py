@@ -54,6 +54,7 @@ class SamplePrompt:
     cfg: float = 1.0
     control_images: tuple[str, ...] = ()
     mask_image: str | None = None
+    strength: float = 1.0  # of the LoRA in training
     asked_size: tuple[int, int] | None = field(default=None, repr=False, compare=False)  # where it was rounded
 
     def texts(self) -> list[str]:
@@ -80,6 +81,7 @@ class SamplePrompt:
         for path in self.control_images:
             words += ["--ci", path]
         words += ["--mi", self.mask_image] if self.mask_image else []
+        words += [] if self.strength == 1 else ["--strength", f"{self.strength:g}"]
         return " ".join(words)
 
 

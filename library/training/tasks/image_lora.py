@@ -50,6 +50,7 @@ from library.data.dataset import (
     check_masks,
     check_pairs,
 )
+from library.data.directions import read_directions
 from library.data.lint import captions_of, long_captions, refuse_damaged, summarise
 from library.errors import UserError, counted, names_in_short
 from library.models.family import Family
@@ -77,6 +78,7 @@ from library.training.report.progress import FIRST_STEP, LOADING, SAMPLING, Work
 from library.training.run_inputs import RunInputs, dataset_settings, idle_options, require_same
 from library.training.sampling import painting
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
+from library.training.sampling.images import Sampler as ImageSampler
 from library.training.sampling.images import build_sampler
 from library.training.sampling.prompts import SamplePrompt, note_changes
 from library.training.sampling.sample_model import SampleModel, sample_family
@@ -84,13 +86,15 @@ from library.training.signals import ignore_signals
 from library.training.step_graphs import why_eager
 from library.training.tasks.distillation import prepare_teacher
 from library.training.tasks.image_preferences import PreferenceStep
+from library.training.tasks.image_slider import SHOWN, SliderStep
 from library.training.tasks.image_step import FlowStep, StepInputs, Teacher, check_seam
 from library.training.tasks.lora import LoraTask
 from networks.files.layouts import PRECISIONS
 from networks.merging.merge import BaseWeights, read_base_weights
 from networks.network import AdapterNetwork, inject_adapter
 
-STEPS: Mapping[str, type[FlowStep]] = {"images": FlowStep, "preferences": PreferenceStep}  # by train_on
+# by train_on
+STEPS: Mapping[str, type[FlowStep]] = {"images": FlowStep, "preferences": PreferenceStep, "slider": SliderStep}
 
 
 class ImageLora(LoraTask):
@@ -124,6 +128,7 @@ class ImageLora(LoraTask):
     step: FlowStep
     teacher: Teacher | None = None
     general: painting.PaintedSet | None = None
+    sampler: ImageSampler | None = None
     rings: Sequence[Ring] = ()
 
     def open(self, state: str | None = None) -> None:
@@ -155,6 +160,8 @@ class ImageLora(LoraTask):
             self.plan.dataset.largest,
             self.console.print,
         )
+        if config.pairs.train_on == "slider":
+            self.prompts = [replace(prompt, strength=strength) for prompt in self.prompts for strength in SHOWN]
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
         if swapped := self.training.blocks_to_swap:  # refused here, before anything is encoded
@@ -187,7 +194,8 @@ class ImageLora(LoraTask):
         self.console.print(*data.describe(), sep="\n", soft_wrap=True)
         captions = captions_of([*data.listed, *(data.validation.samples if data.validation else ())])
         long = long_captions(captions, self.text_encoder.too_long, config.dataset.caption_variants)
-        notes = [*note_changes(self.prompts, self.text_encoder.too_long), *(finding.text for finding in long)]
+        notes = ["slider_prompts take the place of the images' captions"] if data.train.directions else []
+        notes += [*note_changes(self.prompts, self.text_encoder.too_long), *(finding.text for finding in long)]
         for line in [*idle_options(config, self.plan.dataset), *notes, *summarise(data.listed)]:
             self.console.print(f"note: {line}", soft_wrap=True)
 
@@ -204,6 +212,7 @@ class ImageLora(LoraTask):
             config.training.prior_loss_weight,
             config.preservation,
             painted,
+            read_directions(config.pairs.slider_prompts),
         )
         check_masks(data, config.flow.masked_loss)
         check_pairs(data, config.pairs.train_on)
@@ -334,6 +343,8 @@ class ImageLora(LoraTask):
             self.shown, self.prompts, self.image_encoder, self.data, samples, self.text_encoders, writes,
             None if self.shown is family else SampleModel(self._load_shown, self.rings),
         )  # fmt: skip
+        if self.sampler is not None and config.pairs.train_on == "slider":
+            self.sampler.at_strength = self.network.at_strength
         if self.general is not None and config.sampling.sample_at_end:
             self.end_sampler = build_sampler(
                 family, [*self.general.prompts], self.image_encoder, self.data, samples / "general",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,19 +14,24 @@ import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from PIL import Image
+from PIL import Image, ImageChops
 from torch import Tensor
 
+from library.conditions import Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig, PairsConfig, TrainingConfig
 from library.data.batches import Batch
+from library.data.directions import Direction, read_directions
 from library.errors import UserError
 from library.models.family import Family
 from library.models.family_by_name import model_family
 from library.models.flux.files import FLUX_TARGETS
+from library.models.registry import lora_targets
 from library.training.flow import noise_for, sample_sigmas
 from library.training.memory.budget import recompute_blocks
+from library.training.report.run_folder import samples_of
 from library.training.tasks.dpo import REWARDS
 from library.training.tasks.image_preferences import PreferenceStep
+from library.training.tasks.image_slider import SHOWN, SliderStep
 from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
@@ -41,6 +47,7 @@ from tests.runs import (
     write_dataset,
 )
 from tests.tiny import tiny_flux_inputs
+from tests.training.tasks.test_family_runs import LEARNERS
 from tests.worker_group import run_in_group
 
 RANK, ALPHA, SEED, STEP = 4, 3.0, 9, 11
@@ -129,6 +136,65 @@ def test_preferences_have_the_loss_and_gradients_of_diffusion_dpo(
     assert values[:, -1].tolist() == (inside > 0).double().tolist()
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["images", "prompts"])
+def test_a_slider_has_the_loss_and_gradients_of_concept_sliders(
+    base: Path, family: Family, kind: str, checkpointing: bool
+) -> None:
+    transformer, network = with_lora(family)
+    if checkpointing:
+        recompute_all(transformer, family)
+    batch, eta = pairs_of() if kind == "images" else directions_of(), 1.5
+    named = ["a --p b --n c"] if kind == "prompts" else None
+    settings = PairsConfig(train_on="slider", slider_prompts=named, **({"slider_guidance": eta} if named else {}))
+    step = SliderStep(family, FLOW, SEED, network=network, pairs=settings)
+    loss, _ = step.loss(transformer, batch, STEP)
+    loss.backward()
+
+    plain, errors = Plain(base, network, batch), []
+    if kind == "images":
+        for rows, strength in (((0, 2), 1.0), ((1, 3), -1.0)):
+            errors.append(plain.velocity(batch.text, rows, strength) - plain.target[list(rows)])
+    else:
+        neutral, positive, negative = (plain.velocity(batch.text, (first, first + 3), 0.0) for first in range(3))
+        for strength in (1.0, -1.0):
+            target = neutral + strength * eta * (positive - negative)
+            errors.append(plain.velocity(batch.text, (0, 3), strength) - target)
+    expected = torch.stack(errors).square().mean()
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=0)
+    assert_gradients(network, plain)
+
+    with torch.no_grad():
+        held_out = step.validated(transformer.eval(), batch, [0.3])  # the step's strengths hold no longer
+        network.set_row_strengths(None)
+        assert torch.equal(held_out, step.validated(transformer, batch, [0.3]))
+    assert held_out.shape == (1, 2, 1)
+
+
+def directions_of(count: int = 2) -> Batch:
+    """Samples with the texts of a target, a positive and a negative prompt."""
+    inputs = tiny_flux_inputs(batch=3 * count)
+    text = {k: inputs[k] for k in ("prompt_embeds", "pooled_prompt_embeds")}
+    ids = [5 + row // 3 for row in range(3 * count)]
+    return Batch(inputs["latents"][::3].repeat_interleave(3, dim=0), text, torch.ones(3 * count), None, ids, views=3)
+
+
+@pytest.mark.parametrize("kind", ["images", "prompts"])
+def test_a_slider_turned_round_is_the_same_slider_at_the_other_strength(family: Family, kind: str) -> None:
+    transformer, network = with_lora(family)
+    batch = pairs_of() if kind == "images" else directions_of()
+    order = [1, 0, 3, 2] if kind == "images" else [0, 2, 1, 3, 5, 4]
+    settings = PairsConfig(train_on="slider", slider_prompts=["a --p b --n c"] if kind == "prompts" else None)
+    step = SliderStep(family, FLOW, SEED, network=network, pairs=settings)
+    one = step.loss(transformer, batch, STEP)[0]
+    turned = step.loss(transformer, batch.rows(order), STEP)[0]
+    assert (one - turned).abs() > 1e-5 * one
+    for layer in network.modules.values():
+        layer.lora_B.weight.data.neg_()
+    torch.testing.assert_close(step.loss(transformer, batch.rows(order), STEP)[0], one, rtol=1e-5, atol=0)
+
+
 def recompute_all(transformer: torch.nn.Module, family: Family) -> None:
     """Recompute every block in backward, as runs do."""
     blocks = family.blocks(transformer)
@@ -152,6 +218,40 @@ def test_a_pair_the_other_way_round_has_the_margin_negated_and_a_fresh_lora_pref
     assert not values[:, margin - 2 : margin + 1].any()
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if "_edit" in kind else ()) for kind in LEARNERS]
+)
+def test_every_family_has_each_sample_of_a_batch_at_its_own_strength(kind: str, tmp_path: Path) -> None:
+    learner = LEARNERS[kind]
+    settings = ModelConfig(model_type=kind, pretrained_model_name_or_path=str(learner.write(tmp_path / "base")))
+    family, targets = model_family(settings), lora_targets()[kind]
+    transformer = family.load_transformer(torch.float32).train()
+    shared = kind.startswith("qwen_image_21")  # its modulation of texts is one for all samples
+    config = NetworkConfig(network_dim=4, network_args=list(() if shared else learner.arguments))
+    network = fill_up(inject_adapter(transformer, parse_network_args(config, targets), targets, seed=0))
+    inputs = learner.inputs()
+    text = {
+        name: inputs[name].repeat(2, *[1] * (inputs[name].ndim - 1)) for name in inputs if name.startswith("prompt")
+    }
+    text.setdefault("prompt_embeds_mask", torch.ones(text["prompt_embeds"].shape[:2], dtype=torch.bool))
+    latents = torch.cat([inputs["latents"], inputs["latents"].flip(-2)])
+    conditions = Conditions(references=(latents.flip(-1),) if "edit" in kind else ())
+    step, sigmas = SliderStep(family, FlowConfig(), SEED, network=network), torch.tensor([0.3, 0.7])
+
+    def velocity() -> Tensor:
+        return step._velocity(transformer, latents, sigmas, text, conditions).detach()
+
+    network.set_row_strengths(torch.tensor([1.0, -1.0]))
+    together = velocity()
+    network.set_row_strengths(None)
+    first = velocity()
+    with network.at_strength(-1.0):
+        second = velocity()
+    close = {"rtol": 1e-3, "atol": 1e-4 * float(first.abs().max())}
+    torch.testing.assert_close(together, torch.stack([first[0], second[1]]), **close)
+    assert (first - second).abs().max() > 20 * close["atol"]
+
+
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +265,16 @@ def pairs(tmp_path: Path) -> Path:
         image = Image.open(path)
         Image.blend(image, Image.new("RGB", image.size, "white"), 0.7).save(tmp_path / "data/others" / path.name)
     return dataset
+
+
+def sliding(dataset: Path, kind: str, **more: object) -> dict[str, Any]:
+    if kind == "prompts":
+        dataset.write_text(dataset.read_text().replace('paired_directory = "others"', ""))
+        (file := dataset.with_name("slider.txt")).write_text(
+            "a disc --p a red disc --n a blue disc\n--p plain --n spots"
+        )
+        more |= {"slider_prompts": file}
+    return {"dataset": dataset, "train_on": "slider", "validate_every_n_steps": 2} | more
 
 
 def preferring(dataset: Path, **more: object) -> dict[str, Any]:
@@ -192,11 +302,85 @@ def test_runs_learn_to_prefer_go_on_where_they_stopped_and_keep_regularisation_i
     assert any("rewards/margins" not in line for line in steps), "regularisation images have no rewards"
 
 
+@pytest.mark.parametrize("kind", ["images", "prompts"])
+def test_sliders_are_sampled_at_strengths_held_out_resumed_and_learn_what_differs(
+    base: Path, pairs: Path, tmp_path: Path, kind: str
+) -> None:
+    (prompts := tmp_path / "prompts.txt").write_text("a disc --w 64 --h 64 --s 2")
+    settings = sliding(pairs, kind) | {"max_train_steps": 12, "save_every_n_steps": 4, "save_state": True}
+    settings |= {"learning_rate": 3e-3, "sample_prompts": prompts, "sample_every_n_steps": 6}
+    task = run(base, output=tmp_path / "one", **settings).task
+    run(base, output=tmp_path / "two", **settings, resume=tmp_path / "one/lora-step00000004-state")
+    assert same(lora(tmp_path / "one"), lora(tmp_path / "two"))
+    held = [line["val_loss"] for line in metrics(tmp_path / "one") if "val_loss" in line]
+    assert held[-1] < held[0]
+    samples = tmp_path / "one/samples"
+    shown = samples_of(tmp_path / "one")
+    assert [text for _, text, _ in shown] == [f"a disc, strength {each:g}" if each != 1 else "a disc" for each in SHOWN]
+    assert (samples / "strengths.png").exists()
+    with task.network.bypassed():
+        plain = task.sampler._generate(task.transformer, 3)  # strength 1
+    images = [ImageChops.difference(plain, Image.open(samples / f"step000012_{i:02d}.png")) for i in range(5)]
+    assert images[2].getbbox() is None
+    assert all(images[i].getbbox() for i in (0, 1, 3, 4))
+
+
+def test_a_slider_of_images_learns_their_difference_and_leaves_what_they_share(
+    base: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """Of pairs of the same image nothing is learnt to first order: both strengths pull a LoRA in opposite ways."""
+    run(base, output=tmp_path / "one", **sliding(pairs, "images", max_train_steps=1))
+    for path in (tmp_path / "data/images").glob("*.png"):
+        (tmp_path / "data/others" / path.name).write_bytes(path.read_bytes())
+    run(base, output=tmp_path / "two", **sliding(pairs, "images", max_train_steps=1))
+    differing, same_images = (
+        next(line["grad_norm"] for line in metrics(tmp_path / name) if "loss" in line) for name in ("one", "two")
+    )
+    assert same_images < 1e-4 * differing
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a person --p an old person", "has not one --p and one --n; write"),
+        ("a person --p x --n x", "positive and negative are the same prompt"),
+        ('[{"target": "a", "positive": "b"}]', "entry 1: has no texts target, positive and negative"),
+        ('[{"target": "a", "positive": "b", "unconditional": "c", "action": "erase"}]', "'action' is not taken"),
+        ("[]", "holds no list of directions"),
+        (None, "is not a file; name one, or write"),
+    ],
+)
+def test_what_is_no_direction_is_named_with_the_remedy(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / ("slider.json" if text and text[0] == "[" else "slider.txt")
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_directions(str(path))
+
+
+def test_directions_are_read_from_lines_text_json_and_toml_alike(tmp_path: Path) -> None:
+    expected = (Direction("a person", "an old person", "a young person"), Direction("", "big", "small"))
+    lines = ["a person --p an old person --n a young person", "--n small --p big"]
+    (tmp_path / "a.txt").write_text("# ages\n" + "\n".join(lines) + "\n\n")
+    entries = [dict(zip(("target", "positive", "unconditional"), each.texts, strict=True)) for each in expected]
+    (tmp_path / "a.json").write_text(json.dumps([entries[0], lines[1]]))
+    tables = [
+        f'[[prompts]]\ntarget = "{t}"\npositive = "{p}"\nnegative = "{n}"\n'
+        for t, p, n in (each.texts for each in expected)
+    ]
+    (tmp_path / "a.toml").write_text("".join(tables))
+    assert [read_directions(str(path)) for path in sorted(tmp_path.iterdir())] == [expected] * 3
+    assert read_directions(lines) == expected
+
+
 @pytest.mark.parametrize(
     "layout", [{}, pytest.param({"shard": 2}, marks=pytest.mark.slow), pytest.param({"tp": 2}, marks=pytest.mark.slow)]
 )
-def test_two_processes_equal_one(base: Path, pairs: Path, tmp_path: Path, layout: dict[str, int]) -> None:
-    settings = preferring(pairs, max_train_steps=3)
+@pytest.mark.parametrize("kind", ["preferences", "prompts", pytest.param("images", marks=pytest.mark.slow)])
+def test_two_processes_equal_one(base: Path, pairs: Path, tmp_path: Path, layout: dict[str, int], kind: str) -> None:
+    settings = (
+        preferring(pairs, max_train_steps=3) if kind == "preferences" else sliding(pairs, kind, max_train_steps=3)
+    )
     dataset = settings.pop("dataset")
     alone = {} if "tp" in layout else {"gradient_accumulation_steps": 2}
     run(base, dataset, tmp_path / "one", **settings, **alone)
@@ -206,6 +390,9 @@ def test_two_processes_equal_one(base: Path, pairs: Path, tmp_path: Path, layout
     assert_same_metrics(metrics(tmp_path / "one"), metrics(tmp_path / "two"), keys, rel=2e-3)
 
 
+SLIDER = {"train_on": "slider", "dpo_beta": 2000}
+
+
 @pytest.mark.parametrize(
     ("change", "settings", "said"),
     [
@@ -213,9 +400,12 @@ def test_two_processes_equal_one(base: Path, pairs: Path, tmp_path: Path, layout
         ("shape", {}, "others/3.png: paired image of 64x32 for an image of 64x64"),
         ("itself", {}, "paired_directory is image_dir itself"),
         ("none", {}, 'no paired_directory, and train_on = "preferences" learns from pairs'),
-        ("", {"train_on": "images", "dpo_beta": 2000}, "paired_directory is set but train_on is not"),
+        ("", {"train_on": "images", "dpo_beta": 2000}, "paired_directory: has no effect without train_on"),
         ("", {"loss_type": "l1"}, "train_on: preferences are told by the squared error, not l1"),
         ("", {"pp": 2}, "train_on: asks the model twice in a step"),
+        ("", {**SLIDER, "network_type": "lokr"}, "train_on: a slider has strengths below 0, which lokr has not"),
+        ("", {**SLIDER, "text_encoder_lr": [1e-4]}, "train_on: a slider's prompts are encoded once"),
+        ("", {**SLIDER, "slider_prompts": "a --p b --n c"}, "paired_directory: has no effect without"),
         ("", {"distill_from": "x", "network_weights": "y"}, "train_on: a teacher's answers take the place"),
         ("", {"preserve": "prior", "preserve_blank": True}, "preserve_blank: a pair is not seen with another caption"),
     ],
