@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import ErnieImagePipeline, ErnieImageTransformer2DModel
+from diffusers import ErnieImagePipeline, ErnieImageTransformer2DModel, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from transformers import Ministral3Config, Ministral3Model, PreTrainedTokenizerBase
 
@@ -88,6 +88,15 @@ class _Unmasked(ErnieImagePipeline):
         return text, lengths if len(set(map(len, text_hiddens))) > 1 else None
 
 
+class _InOrder(FlowMatchEulerDiscreteScheduler):
+    """The scheduler, which takes its steps in order instead of looking for each step's timestep on the device."""
+
+    def set_timesteps(self, *args: Any, **kwargs: Any) -> None:
+        """Set the timesteps, and begin at the first."""
+        super().set_timesteps(*args, **kwargs)
+        self.set_begin_index(0)
+
+
 class ErnieImageFamily(MistralFamily):
     """ERNIE-Image and ERNIE-Image-Turbo."""
 
@@ -140,7 +149,7 @@ class ErnieImageFamily(MistralFamily):
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> Any:
         """Return diffusers' pipeline, which draws its noise in the dtype of the transformer: fp32."""
-        return super().pipeline(InFloat32(transformer), scheduler, conditions)
+        return super().pipeline(InFloat32(transformer), _InOrder.from_config(scheduler.config), conditions)
 
     def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
         """Return the embeddings as a list; of a single caption all are real."""

@@ -370,7 +370,7 @@ def layers(targets: LoraTargets, *args: str, components: tuple[str, ...] = ("tra
 def test_the_layers_named_before_a_model_is_there_are_those_that_are_trained(family: str) -> None:
     args = {"flux": ["in_dims=[2,0,2,0,0]", "img_mod_dim=0"], "qwen_image": ["img_mod_dim=2"], "z_image": ["mlp_dim=0"]}
     args |= {"flux2_klein": ["txt_in_dim=2", "single_dim=0"], "flux3_klein": ["img_mod_dim=2", "txt_dim=0"]}
-    args |= {"krea2": ["txt_in_dim=0"], "qwen_image_21": ["mlp_dim=0"]}
+    args |= {"krea2": ["txt_in_dim=0"], "qwen_image_21": ["mlp_dim=0"], "ernie_image": ["final_dim=2"]}
     pattern = r"exclude_patterns=.*attn\.to_q|.*attention\.to_k"
     _, network = trained(family, "lora", *args[family], pattern)
     first = {name.replace(".1.", ".0.") for name in network.modules}
