@@ -19,13 +19,9 @@ from diffusers import FluxPipeline
 from PIL import Image, ImageDraw
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
 
 from library.config import load_config
-from library.data.batches import Batch
 from library.training.run import Run
-from library.training.tasks.image_step import FlowStep
-from networks.network import AdapterNetwork
 from tests.curves import without_curves
 from tests.forked import flags_of, run_script
 from tests.processes import run_command
@@ -206,16 +202,3 @@ def metadata(file: Path) -> dict[str, str]:
     """Return the metadata of a safetensors file, or of the LoRA of a run in a folder."""
     with safe_open(file / "lora.safetensors" if file.is_dir() else file, framework="pt") as opened:
         return opened.metadata()
-
-
-def learn_by_heart(step: FlowStep, transformer: nn.Module, network: AdapterNetwork, batch: Batch) -> list[float]:
-    """Take 130 steps on one batch at one noise; return their losses."""
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(130):
-        loss, _ = step.loss(transformer, batch, 0)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses

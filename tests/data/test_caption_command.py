@@ -192,8 +192,12 @@ def test_the_command_does_not_outlive_a_run_that_is_ended(tmp_path: Path, number
     words = ["sh", "-c", f"sleep 600.{mark} & sleep 600.{mark}", "sh", "{image}"]
     default = "default_int_handler" if number == signal.SIGINT else "SIG_DFL"  # nohup ignores some, which is inherited
     code = (
-        f"from tests.data.test_caption_command import *\nsignal.signal({int(number)}, signal.{default})\n"
-        f"caption(Path('dataset.toml'), {shlex.join(words)!r})"
+        "import signal\nfrom library.config.schema import DatasetArguments\n"
+        "from library.data.caption_command import write_captions\n"
+        "from library.data.config import load_dataset_config\n"
+        f"signal.signal({int(number)}, signal.{default})\n"
+        "config = load_dataset_config('dataset.toml', DatasetArguments(dataset_config='dataset.toml'))\n"
+        f"write_captions({shlex.join(words)!r}, config, lambda *_: lambda _: None)"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     run = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL, env=environment)

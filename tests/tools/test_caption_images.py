@@ -290,16 +290,32 @@ def test_what_is_no_captioner_is_refused_in_a_line(spoil: Any, message: str, mod
     assert message in refusal(caption_images, images[0].parent, "--model", tmp_path / "model")
 
 
+# huggingface_hub reads the environment when it is imported, so this needs a process of its own
+CAPTION_TWICE = """
+import runpy, sys
+script, images, *models = sys.argv[1:]
+codes = []
+for model in models:
+    sys.argv = [script, images, "--model", model]
+    code = None
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    codes.append(code)
+print("ended with", ", ".join(map(str, codes)))
+"""
+
+
 def test_a_name_on_the_hub_is_fetched_and_a_gated_one_told(model: Path, tmp_path: Path) -> None:
     write_images(tmp_path / "images", 1)
     with serving(Hub({"acme/sees": model, "acme/gated": model}, {"acme/gated"})) as hub:
         settings = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "tools/caption_images.py", str(tmp_path / "images"), "--model"]
+        words = ["tools/caption_images.py", str(tmp_path / "images"), "acme/gated", "acme/sees"]
         how: Any = {"cwd": ROOT, "capture_output": True, "text": True, "check": False}
-        gated = subprocess.run([*command, "acme/gated"], env=settings, **how)
-        done = subprocess.run([*command, "acme/sees"], env=settings, **how)
-    assert "acme/gated is gated; accept its licence at" in gated.stderr
-    assert done.returncode == 0, done.stderr
+        done = subprocess.run([sys.executable, "-c", CAPTION_TWICE, *words], env=settings, **how)
+    assert done.stderr.count("acme/gated is gated; accept its licence at") == 1
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "ended with 2, None"), done.stderr
     expected = said(model, Image.open(tmp_path / "images/0.png"), most=256)
     assert (tmp_path / "images/0.txt").read_text() == expected
 

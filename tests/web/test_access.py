@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import http.client
 import re
@@ -20,6 +19,7 @@ from starlette.requests import Request
 from library.web.access import AllowedRoots, Refused
 from library.web.site import Site
 from tests.web.page import Server, request, serve
+from tests.web.test_child import in_a_loop
 
 ESCAPES = ["../secret.txt", "output/../../secret.txt", "output/link/secret.txt", "output/file_link", "~root/.bashrc",
            "/etc/passwd", "", "output\0/x", "output/" + "a" * 5000, "//etc/passwd", "file:///etc/passwd"]  # fmt: skip
@@ -137,7 +137,7 @@ def test_only_what_a_request_lacks_is_said_to_be_missing_in_it(
     (route,) = site.routes(
         {"/": lambda _, request, form: (request.query_params if is_of_request else dict[str, Any]())["look"]}
     )
-    answer = asyncio.run(route.endpoint(Request(scope)))
+    answer = in_a_loop(route.endpoint(Request(scope)))
     said = "is missing in the request; reload the screen" if is_of_request else "this is a bug of the page: KeyError"
     assert answer.status_code == (422 if is_of_request else 500)
     assert said in bytes(answer.body).decode()

@@ -39,18 +39,35 @@ output_dir = "output/run"
 SCREENS = ("/", "/run?path=output/odd", "/precision", "/generate", "/chat", "/data", "/new")
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    """A page whose queue nobody works off, with a dataset inside and one outside."""
-    work = tmp_path / "work"
+def write_work(folder: Path) -> Path:
+    """Write a working directory with a dataset inside and one outside, in ``folder``; return it."""
+    work = folder / "work"
     for name in ("output/run", "datasets/one", "models/tiny"):
         (work / name).mkdir(parents=True)
-    for folder in (tmp_path / "outside", work / "datasets/one"):
-        folder.mkdir(exist_ok=True)
-        Image.new("RGB", (64, 64)).save(folder / "a.png")
-    for name, images in (("inside", "one"), ("outside", str(tmp_path / "outside"))):
-        text = f'[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = "{images}"\n'
+    for images in (folder / "outside", work / "datasets/one"):
+        images.mkdir(exist_ok=True)
+        Image.new("RGB", (64, 64)).save(images / "a.png")
+    for name, place in (("inside", "one"), ("outside", str(folder / "outside"))):
+        text = f'[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = "{place}"\n'
         (work / f"datasets/{name}.toml").write_text(text)
+    return work
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A page whose queue nobody works off."""
+    with serve(write_work(tmp_path)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Such a page for requests that change nothing."""
+    folder = tmp_path_factory.mktemp("attacked")
+    work = write_work(folder)
+    (folder / "secret.toml").write_text("secret = 1\n")
+    (work / "datasets/k.toml").write_text(f'dataset_config = "{folder / "secret.toml"}"\n')
+    (work / "datasets/link.toml").symlink_to(folder / "secret.toml")
     with serve(work) as running:
         yield running
 
@@ -70,22 +87,22 @@ def server(tmp_path: Path) -> Iterator[Server]:
     ],
 )
 def test_nothing_is_begun_that_runs_programs_or_leads_out(
-    server: Server, top: str, optimizer: str, dataset: str, said: str
+    shared: Server, top: str, optimizer: str, dataset: str, said: str
 ) -> None:
     text = CONFIG.format(top=top, optimizer=optimizer, dataset=dataset)
     for _ in range(2):  # as it is written in the form, and as it lies in a run's folder
-        status, answer = post(server, "/new/start", text=text)
+        status, answer = post(shared, "/new/start", text=text)
         assert status in (403, 422)
         assert said in answer
-        (server.output / "run/config.toml").write_text(text)
-        status, answer = post(server, "/run/again", path="output/run")
+        (shared.output / "run/config.toml").write_text(text)
+        status, answer = post(shared, "/run/again", path="output/run")
         assert status in (403, 422)
         assert said in answer
-    assert Jobs(server.output / ".tandem").all() == []
+    assert Jobs(shared.output / ".tandem").all() == []
 
 
-def test_screens_of_loras_and_runs_read_nothing_outside(server: Server) -> None:
-    (server.output / "run/a.safetensors").write_bytes(b"")
+def test_screens_of_loras_and_runs_read_nothing_outside(shared: Server) -> None:
+    (shared.output / "run/a.safetensors").write_bytes(b"")
     lora = {"lora": "output/run/a.safetensors", "model": "models/tiny", "model_type": "flux"}
     fields = {"prompts": "a", "strengths": "1", "width": "64", "height": "64", "steps": "1", "seed": "0"}
     served = {"served": "cast", "dataset": "datasets/inside.toml"}
@@ -98,15 +115,15 @@ def test_screens_of_loras_and_runs_read_nothing_outside(server: Server) -> None:
         ("/precision", served, {"served": "file", "file": "/etc/passwd"}),
         ("/precision", served, {"dataset": "/etc/x"}),
     ):
-        status, answer = post(server, path, **lora | {"guidance": "1"} | form | change)
+        status, answer = post(shared, path, **lora | {"guidance": "1"} | form | change)
         assert (status, "lies outside" in answer) == (403, True), change
-    assert "is none of file, cast" in post(server, "/precision", **lora, **served | {"served": "/etc/passwd"})[1]
+    assert "is none of file, cast" in post(shared, "/precision", **lora, **served | {"served": "/etc/passwd"})[1]
     for path in ("/run?path=..", "/run/curves?path=/etc", "/compare?path=/etc&path=output/run", "/run?path=models"):
-        assert get(server, path)[0] == 403, path
+        assert get(shared, path)[0] == 403, path
     for path, status in {"/run?path=output/none": 422, "/compare?path=output/run": 422, "/run/ask": 405}.items():
-        assert get(server, path)[0] == status, path
-    assert post(server, "/run/ask", path="output/run", what="STOP")[0] == 422
-    assert not (server.output / "run/STOP").exists()
+        assert get(shared, path)[0] == status, path
+    assert post(shared, "/run/ask", path="output/run", what="STOP")[0] == 422
+    assert not (shared.output / "run/STOP").exists()
 
 
 @pytest.mark.parametrize(
@@ -119,14 +136,11 @@ def test_screens_of_loras_and_runs_read_nothing_outside(server: Server) -> None:
         "--train_data_dir=../..",
     ],
 )
-def test_a_translation_reads_nothing_outside_by_a_second_step(server: Server, tmp_path: Path, said: str) -> None:
-    (tmp_path / "secret.toml").write_text("secret = 1\n")
-    (server.folder / "datasets/k.toml").write_text(f'dataset_config = "{tmp_path / "secret.toml"}"\n')
-    (server.folder / "datasets/link.toml").symlink_to(tmp_path / "secret.toml")
-    status, answer = post(server, "/new/job", job="migrate", command=f"flux_train_network.py {said}")
+def test_a_translation_reads_nothing_outside_by_a_second_step(shared: Server, said: str) -> None:
+    status, answer = post(shared, "/new/job", job="migrate", command=f"flux_train_network.py {said}")
     assert status == 403
     assert "lies outside" in answer
-    assert Jobs(server.output / ".tandem").all() == []
+    assert Jobs(shared.output / ".tandem").all() == []
 
 
 def test_a_dataset_that_leads_out_is_not_written(server: Server, tmp_path: Path) -> None:
@@ -148,10 +162,10 @@ def test_samples_that_are_a_link_are_not_shown(server: Server, tmp_path: Path) -
     assert "the secret" not in text
 
 
-def test_a_page_that_a_download_brought_is_not_opened_here(server: Server) -> None:
+def test_a_page_that_a_download_brought_is_not_opened_here(shared: Server) -> None:
     """Its scripts could send the browser elsewhere, which no policy forbids."""
-    (server.folder / "datasets/one/read_me.html").write_text("<script>location = 'http://elsewhere.example'</script>")
-    _, headers, _ = request(server, "GET", "/file?path=datasets/one/read_me.html")
+    (shared.folder / "datasets/one/read_me.html").write_text("<script>location = 'http://elsewhere.example'</script>")
+    _, headers, _ = request(shared, "GET", "/file?path=datasets/one/read_me.html")
     assert headers["content-disposition"].startswith("attachment")
 
 
@@ -287,14 +301,14 @@ def test_a_claim_that_was_cut_off_does_not_hold_up_the_queue(tmp_path: Path) -> 
     ],
 )  # fmt: skip
 def test_a_request_that_lacks_or_overdoes_something_gets_a_line(
-    server: Server, path: str, form: dict[str, str]
+    shared: Server, path: str, form: dict[str, str]
 ) -> None:
-    status, text = post(server, path, **form)
+    status, text = post(shared, path, **form)
     assert 200 <= status < 500, text[-400:]
 
 
-def test_a_body_without_end_is_refused(server: Server) -> None:
-    assert request(server, "POST", "/new/edit", "text=" + "x" * 5_000_000)[0] == 413
+def test_a_body_without_end_is_refused(shared: Server) -> None:
+    assert request(shared, "POST", "/new/edit", "text=" + "x" * 5_000_000)[0] == 413
 
 
 def test_a_picture_runs_no_program(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,5 +429,5 @@ def test_a_journal_that_cannot_be_read_begins_anew(server: Server) -> None:
         ({"content-type": "multipart/form-data"}, 422),
     ],
 )
-def test_odd_headers_are_refused(server: Server, headers: dict[str, str], status: int) -> None:
-    assert request(server, "POST", "/new/edit", "--x\r\n", {"hx-request": "true"} | headers)[0] == status
+def test_odd_headers_are_refused(shared: Server, headers: dict[str, str], status: int) -> None:
+    assert request(shared, "POST", "/new/edit", "--x\r\n", {"hx-request": "true"} | headers)[0] == status

@@ -43,10 +43,10 @@ for line in sys.stdin:
 """
 
 
-def in_a_loop(running: Coroutine[Any, Any, None]) -> None:
-    """Run it in a thread: in this one a browser's loop may be running."""
+def in_a_loop(running: Coroutine[Any, Any, Any]) -> Any:
+    """Run it in a thread and return what it returns: in this one a browser's loop may be running."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(asyncio.run, running).result(timeout=60)
+        return pool.submit(asyncio.run, running).result(timeout=60)
 
 
 async def all_of(events: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -27,10 +27,16 @@ HALVES = {
 }
 
 
-@pytest.fixture(params=[64, 256])
-def limited(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[64, 256])
+def limited(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A page that may have only so many descriptors."""
-    with serve(tmp_path, files=request.param) as running:
+    with serve(tmp_path_factory.mktemp("limited"), files=request.param) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("shared")) as running:
         yield running
 
 
@@ -76,9 +82,9 @@ CHUNKED = "POST /new/edit HTTP/1.1\r\n" + HOST + "Transfer-Encoding: chunked\r\n
 @pytest.mark.parametrize("kind", ["text/plain", MULTIPART])
 @pytest.mark.parametrize("pause", [0, 0.5])
 @pytest.mark.parametrize("rest", ["zz\r\n", "1\r\nabc\r\n", "0\r\n\r\nno request\r\n\r\n", "5\r\n--x\r\n\r\nzz\r\n"])
-def test_requests_that_break_after_their_head_are_no_errors(server: Server, rest: str, pause: float, kind: str) -> None:
+def test_requests_that_break_after_their_head_are_no_errors(shared: Server, rest: str, pause: float, kind: str) -> None:
     """Whether the rest comes before the page answers or after."""
-    opened = connect(server, CHUNKED.format(port="{port}", kind=kind) + ("" if pause else rest))
+    opened = connect(shared, CHUNKED.format(port="{port}", kind=kind) + ("" if pause else rest))
     time.sleep(pause)
     if pause:
         opened.sendall(rest.encode())
@@ -87,8 +93,8 @@ def test_requests_that_break_after_their_head_are_no_errors(server: Server, rest
         while got := opened.recv(65536):
             answer += got
     assert answer.startswith(b"HTTP/1.1 ")
-    assert get(server, "/new")[0] == 200
-    lines = (server.folder / "page.log").read_text().splitlines()[2:]
+    assert get(shared, "/new")[0] == 200
+    lines = (shared.folder / "page.log").read_text().splitlines()[2:]
     assert set(lines) <= {"WARNING:  Invalid HTTP request received."}
 
 

@@ -117,17 +117,17 @@ def test_output_and_gradients_equal_those_of_the_whole_model_bit_for_bit(
 
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_blocks_compute_with_what_the_ring_brought(fp8: bool) -> None:
-    """Bit for bit as compiled blocks whose weights stay."""
+    """As blocks that are not compiled and whose weights stay, but for rounding: a compiler may sum in another order."""
     whole, swapped = _with_lora(fp8), _with_lora(fp8)
     for ring in _swap(swapped[0]):
         _poison(ring)
-    for transformer, _ in (whole, swapped):
-        blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
-        compile_blocks(blocks, AccelerateConfig(torch_compile=True, dynamo_backend="aot_eager"))
-        transformer.enable_gradient_checkpointing()
+    blocks = [*swapped[0].transformer_blocks, *swapped[0].single_transformer_blocks]
+    compile_blocks(blocks, AccelerateConfig(torch_compile=True, dynamo_backend="aot_eager"))
+    swapped[0].enable_gradient_checkpointing()
     expected = _step(*whole)
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(_step(*swapped), expected, strict=True))
+        for found, wanted in zip(_step(*swapped), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
 
 
 def test_dropout_which_takes_another_way_through_the_layers_is_the_same_too() -> None:
