@@ -250,7 +250,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [pytest.param(change, marks=pytest.mark.slow if "0.97" in change else ()) for change in CHANGES]
+)
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q4_0 with importance", "nf4 twice", "nvfp4", "Q4_K dequantised"])
 def test_a_change_in_all_layers_is_named(name: str, change: str) -> None:
     how, causes, layers, words = CHANGES[change]
@@ -269,16 +271,16 @@ def test_rows_in_another_order_and_a_factor_are_both_named_on_a_coarse_grid(name
     assert "rows are in another order (0-159), and times 0.9" in evidence
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 at random"])
+@pytest.mark.parametrize("name", [pytest.param("nvfp4", marks=pytest.mark.slow), "nvfp4 at random"])
 def test_a_factor_and_two_wrong_rows_of_a_large_matrix_are_named(name: str) -> None:
     """Of 2048 rows some are looked at for the factor, and all for wrong ones."""
-    weight = weight_like(0, (2048, 2560), seeded(5))
+    weight = weight_like(0, (2048, 1600), seeded(5))
     swapped = weight.index_copy(0, torch.tensor([3, 4]), weight[[4, 3]])
     found = {}
     for change, made in {"none": weight, "factor": 1.03 * weight, "rows": swapped}.items():
         stored = FORMATS[name](made, seeded(6))
         assert isinstance(stored, QuantizedWeight)
-        reference = nn.Linear(2560, 2048, bias=False)
+        reference = nn.Linear(1600, 2048, bias=False)
         reference.weight = nn.Parameter(weight, requires_grad=False)
         found[change] = findings(nn.ModuleDict({"to_q": reference}), nn.ModuleDict({"to_q": QuantizedLinear(stored)}))
     assert found["none"] == []
