@@ -145,7 +145,8 @@ class Trainer:
         logged, due = self._is_logged(step), run.check_due()
         if (logged or due or not self.engine.is_answer_pending) and not self._settle(before_saving=due):
             return False
-        run.progress.advance(step, metrics.stop_clock())
+        metrics.stop_clock()
+        run.progress.advance(step)
         if run.norms is not None:
             run.norms.after_step(step)
         if logged:

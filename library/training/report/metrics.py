@@ -179,10 +179,9 @@ class StepMetrics:
         """Begin to count the time of steps; that of saving, sampling and validating before is left out of s/it."""
         self._clock = time.perf_counter()
 
-    def stop_clock(self) -> float:
-        """Count the seconds since the clock was started, and return them; where the host waits, it has done so."""
-        self._busy += (seconds := time.perf_counter() - self._clock)
-        return seconds
+    def stop_clock(self) -> None:
+        """Count the seconds since the clock was started; where the host waits, it has done so."""
+        self._busy += time.perf_counter() - self._clock
 
     def read_average(self) -> None:
         """Let ``position`` have the average loss, over processes."""

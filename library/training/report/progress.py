@@ -16,10 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -34,6 +32,7 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.status import Status
 from rich.table import Table
@@ -47,7 +46,7 @@ from library.files import write_text
 PREPARING = ".preparing.json"  # in a run's folder, before its first step
 LOADING, SAMPLING, FIRST_STEP = "loading the model", "sampling", "the first step"
 _QUIET_SECONDS, _WORTH_TELLING = 10.0, 5.0
-_RECENT_SECONDS, _RECENT_STEPS, _PAUSE_SECONDS = 180.0, 10, 1.0  # by which the time that is left is told
+_RECENT_SECONDS = 600.0  # by whose steps, and pauses between them, the time that is left is told
 
 Advance = Callable[[int], None]
 
@@ -191,40 +190,6 @@ def loads_in_table(rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-class RemainingTime:
-    """How long the steps that are left take, by those that were taken.
-
-    A step is taken to last as long as those of the last ``_RECENT_SECONDS`` on average, of at least ``_RECENT_STEPS``:
-    a machine that becomes busy shows within minutes, a single slow step hardly. The first step compiles, and counts
-    only while it is alone. To that come the pauses of ``_PAUSE_SECONDS`` and more between steps (saving, sampling,
-    validating): each is spread over the steps up to the next one, so one alone does not count yet.
-    """
-
-    def __init__(self) -> None:
-        self._recent, self._total, self._count, self._ended = deque[float](), 0.0, 0, 0.0
-        self._pause, self._since = 0.0, 0  # the last one, and the steps since
-        self._paused, self._steps = 0.0, 0  # the ones before it, and the steps that they are spread over
-
-    def add(self, seconds: float, now: float) -> None:
-        """Take in a step that took ``seconds`` and ended ``now``."""
-        if self._count and (pause := now - seconds - self._ended) >= _PAUSE_SECONDS:
-            if self._pause:
-                self._paused, self._steps = self._paused + self._pause, self._steps + self._since
-            self._pause, self._since = pause, 0
-        self._count, self._since, self._ended = self._count + 1, self._since + 1, now
-        if self._count == 2:
-            self._total -= self._recent.popleft()
-        self._recent.append(seconds)
-        self._total += seconds
-        while len(self._recent) > _RECENT_STEPS and self._total - self._recent[0] >= _RECENT_SECONDS:
-            self._total -= self._recent.popleft()
-
-    def of(self, steps: int) -> float:
-        """Return the seconds that ``steps`` more take, 0 before the first."""
-        step = self._total / len(self._recent) if self._recent else 0.0
-        return steps * (step + (self._paused / self._steps if self._steps else 0.0))
-
-
 class TrainingProgress:
     """The live lines of a training run: how far, how long still; and below, the newest metrics.
 
@@ -243,14 +208,14 @@ class TrainingProgress:
             MofNCompleteColumn(),
             TextColumn("{task.fields[epoch]}"),
             TimeElapsedColumn(),
-            TextColumn("eta {task.fields[eta]}"),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            speed_estimate_period=_RECENT_SECONDS,
         )
-        self._task: TaskID = self._bar.add_task(
-            "", total=total_steps, completed=first_step, phase=self.doing, epoch="", eta="-:--:--"
-        )
+        self._task: TaskID = self._bar.add_task("", total=total_steps, completed=first_step, phase=self.doing, epoch="")
         self._numbers = Text("")
         self._live = Live(Group(self._bar, self._numbers), console=console, refresh_per_second=4)
-        self._last_line, self._remaining = float("-inf"), RemainingTime()
+        self._last_line = float("-inf")
         self._newest: dict[str, float] = {}
         self._shown, self._busy, self._waited = 0, 0.0, 0.0
 
@@ -269,11 +234,9 @@ class TrainingProgress:
             self.__exit__()  # the main process has the live lines
             self._console.quiet = False
 
-    def advance(self, step: int, seconds: float) -> None:
-        """Move the bar to ``step``, which took ``seconds``."""
-        self._remaining.add(seconds, time.monotonic())
-        eta = timedelta(seconds=round(self._remaining.of(self._total - step)))
-        self._bar.update(self._task, completed=step, eta=eta)
+    def advance(self, step: int) -> None:
+        """Move the bar to ``step``."""
+        self._bar.update(self._task, completed=step)
 
     def show(self, metrics: dict[str, float]) -> None:
         """Show the newest metrics."""
@@ -286,8 +249,9 @@ class TrainingProgress:
         now, step = time.monotonic(), int(metrics["step"])
         if not self._console.is_terminal and (now - self._last_line >= _QUIET_SECONDS or step == self._total):
             self._last_line = now
-            eta = duration(self._remaining.of(self._total - step))
-            self.note(f"step {step}/{self._total}  {epoch}  {one_line(metrics)}  eta {eta}")
+            left = self._bar.tasks[0].time_remaining  # None before the second step, since the first compiles
+            eta = "" if left is None else f"  eta {duration(left)}"
+            self.note(f"step {step}/{self._total}  {epoch}  {one_line(metrics)}{eta}")
 
     def note(self, text: str) -> None:
         """Print a line that stays, above the live ones; in a log file with the time before it."""
