@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from bench.families import LoraStep
 from bench.measure import reset_peak, resident, wait_for
@@ -205,8 +203,8 @@ def measured(
     """Yield a row of ``case``; of one with a graph the row of the same without it before.
 
     A row has the losses of the first ``steps``, the ``gradients`` of the next (as :meth:`Step.gradients`), of a graph
-    also how far they are off those of the same step without it, and with ``timed`` the median seconds of so many steps,
-    the peak of memory since all was loaded, and what :func:`launches` counts.
+    also how far they are off those of the same step without it, and with ``timed`` the median seconds of so many steps
+    and the peak of memory since all was loaded.
 
     Raises:
         RuntimeError: the loss is not finite; the step was not captured.
@@ -238,7 +236,7 @@ def measured(
 
 
 def timing(step: Step | LoraStep, timed: int, device: torch.device) -> dict[str, float]:
-    """Return the median seconds of ``timed`` steps, the peak of memory in GiB, and what :func:`launches` counts."""
+    """Return the median seconds of ``timed`` steps, and the peak of memory in GiB."""
     seconds = []
     for number in range(timed + 1):  # the first warms up
         wait_for(device)
@@ -249,23 +247,7 @@ def timing(step: Step | LoraStep, timed: int, device: torch.device) -> dict[str,
     if not timed:
         return {}
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
-    found = {"step_s": statistics.median(seconds), "peak_gib": peak / 2**30}
-    return found if device.type == "cpu" else found | launches(step)
-
-
-def launches(step: Step | LoraStep) -> dict[str, float]:
-    """Return of a step on a card the seconds of its kernels, their number, and the calls that launched them."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        step.loss()
-        torch.cuda.synchronize()
-    rows = profiled.key_averages()
-    kernels = [row for row in rows if row.device_type == DeviceType.CUDA and not row.is_user_annotation]
-    calls = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
-    return {
-        "kernels_s": sum(row.self_device_time_total for row in kernels) / 1e6,
-        "kernels": sum(row.count for row in kernels),
-        "launches": sum(row.count for row in rows if row.key.startswith(calls)),
-    }
+    return {"step_s": statistics.median(seconds), "peak_gib": peak / 2**30}
 
 
 def reset(device: torch.device) -> None:

@@ -2,10 +2,8 @@
 
 Parts, in this order (``--parts`` names some of them):
 
-    checks    side by side, no time is measured: 5 steps of tiny models on the card beside the CPU's; steps as one graph
-              and compiled beside eager ones; every attention kernel; fp8 and int8 products. Meanwhile the memory of the
-              full models is counted, their blocks are compiled for the disk cache, and two fill LoRAs are trained on
-              regions filled with black, on bf16 and on fp8, and looked at for seams
+    checks    side by side, no time is measured: 5 steps of tiny models on the card beside the CPU's, which come first;
+              steps as one graph and compiled beside eager ones; every attention kernel; fp8 and int8 products
     flux      FLUX.1 in bf16 and fp8, eager, compiled and as one graph, with diffusers + peft beside them. How far the
               losses and gradients of two steps are from those in bf16, eager, stands beside the times: a full model's
               steps on a CPU take too long to compare with
@@ -14,8 +12,8 @@ Parts, in this order (``--parts`` names some of them):
 A step is that of ``train_lora.py`` (``bench/card_step.py``): published depth and width, random weights, 1024 x 1024
 pixels, 512 text tokens, rank 16, every block recomputed. Each case runs in a process of its own with a time limit: one
 that fails, runs out of memory or needs a package that is not there is a row that says so. A part that takes too long
-ends at its own limit. Reported are the median seconds of a step; its kernels alone, their number and the host's calls
-that launch them, from a profile; peaks of allocated memory, and what ``tools/plan_memory.py`` counts.
+ends at its own limit. Reported are the median seconds of a step and the peak of allocated memory; tools/plan_memory.py
+counts memory without a card.
 
 Besides torch, transformers, accelerate and peft this needs what requirements/gpu.txt lists; ``make gpu-bundle`` packs
 it for a machine that has a card and no network.
@@ -29,7 +27,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -46,28 +43,17 @@ import torch
 from bench.card_step import StepCase, measured, reset, timing
 from bench.families import FAMILIES, LoraStep, build_transformer, example_inputs, peft_lora
 from bench.measure import Children, Job, Table, benchmark_parser, finish, machine_name
-from library.config.schema import ModelConfig
 from library.errors import UserError, exit_on_user_error
 from library.nn.attention import KernelName
-from library.training.memory.budget import GIB
-from library.training.memory.dry_run import plan_memory
-from library.training.tasks.image_lora import ImageLora
 
 FLUX, FP8 = StepCase("flux"), StepCase("flux", "row")
 OTHERS = ("qwen_image", "z_image", "krea2", "flux2_klein")
 FASTEST = [StepCase(family, compiled=True, graph=True) for family in OTHERS]
-GOALS = {  # seconds of a step on an H100
-    replace(FLUX, compiled=True, graph=True).name(): 0.50,
-    replace(FP8, compiled=True, graph=True).name(): 0.45,
-    **{case.name(): goal for case, goal in zip(FASTEST, (0.60, 0.40, 0.60), strict=False)},
-}
 PEFT = "flux, bf16, diffusers + peft"
 PARTS = ("checks", "flux", "families")
 _ERRORS = {"loss_error": "10.1e", "gradient_error": "14.1e", "graph_error": "11.1e"}
-_CHECK_COLUMNS = {"case": "<50", **_ERRORS, "limit": "6.2f", "verdict": "<8", "counted_gib": "11.1f", "took_s": "6.0f"}
-_CHECK_COLUMNS |= {"image": "6.2%", "known_8bit": "10.2f", "seam": "<90"}
-_STEP_COLUMNS = {"case": "<40", "step_s": "7.3f", "goal_s": "6.2f", "kernels_s": "9.3f", "kernels": "7d"}
-_STEP_COLUMNS |= {"launches": "8d", "peak_gib": "8.1f", "counted_gib": "11.1f", **_ERRORS}
+_CHECK_COLUMNS = {"case": "<50", **_ERRORS, "limit": "6.2f", "verdict": "<8"}
+_STEP_COLUMNS = {"case": "<40", "first_s": "8.1f", "step_s": "7.3f", "peak_gib": "8.1f", **_ERRORS}
 _CASE_SECONDS, _LONG_SECONDS = 120, 150  # a first compiled step takes a minute; less with what is cached on disk
 _CHECKED_STEPS, _FULL_STEPS, _TIMED_STEPS = 5, 2, 5
 _SIDE_BY_SIDE = max(2, (os.cpu_count() or 2) - 2)  # processes
@@ -122,9 +108,10 @@ def main() -> None:
 
 
 def parts(tiny: bool) -> list[Part]:
-    """Return all that is measured."""
+    """Return all that is measured; what is compared with comes before."""
     return [
-        Part("checks", check_jobs(tiny), _CHECK_COLUMNS, 160, _SIDE_BY_SIDE),
+        Part("checks", reference_jobs(), {"case": "<50"}, 80, _SIDE_BY_SIDE),
+        Part("checks", check_jobs(), _CHECK_COLUMNS, 120, _SIDE_BY_SIDE),
         Part("flux", flux_jobs(tiny), _STEP_COLUMNS, 240),
         Part("families", [step_job(case, tiny) for case in FASTEST], _STEP_COLUMNS, 240),
     ]
@@ -146,22 +133,22 @@ def checks() -> list[Check]:
     return found + [Check(StepCase(name, graph=True), StepCase(name).name(), 0.05) for name in OTHERS]
 
 
-def check_jobs(tiny: bool) -> list[Job]:
-    """Return the steps of :func:`checks` on the CPU and on the card, and what takes long besides."""
-    references = list({check.reference: check.case for check in checks()}.values())
-    plain = [replace(case, compiled=False, graph=False, attention="auto") for case in references]
+def reference_jobs() -> list[Job]:
+    """Return the steps that :func:`checks` compare with, on the CPU."""
+    cases = {check.reference: check.case for check in checks()}.values()
+    plain = [replace(case, compiled=False, graph=False, attention="auto") for case in cases]
     steps = (_CHECKED_STEPS, 0, True, ())
-    jobs = [Job(f"{case.name()} on a CPU", measured, (case, *steps), _LONG_SECONDS, on_cpu=True) for case in plain]
-    jobs += [Job(check.job_name(), measured, (check.case, *steps), _LONG_SECONDS) for check in checks()]
-    jobs += [Job(f"seam, trained on {base}", seam, (base, tiny), _LONG_SECONDS) for base in ("bf16", "fp8")]
-    fastest = [replace(case, compiled=True) for case in (FLUX, FP8)] + [replace(c, graph=False) for c in FASTEST]
-    jobs += [Job(f"{case.name()}, compiling", compiling, (case, tiny), _LONG_SECONDS) for case in fastest]
-    counted = [FLUX, FP8, *FASTEST] if not tiny else [FLUX]
-    return jobs + [Job(f"{case.name()}, counting", counting, (case, tiny), _LONG_SECONDS) for case in counted]
+    return [Job(f"{case.name()} on a CPU", measured, (case, *steps), _LONG_SECONDS, on_cpu=True) for case in plain]
+
+
+def check_jobs() -> list[Job]:
+    """Return the steps of :func:`checks` on the card."""
+    steps = (_CHECKED_STEPS, 0, True, ())
+    return [Job(check.job_name(), measured, (check.case, *steps), _LONG_SECONDS) for check in checks()]
 
 
 def flux_jobs(tiny: bool) -> list[Job]:
-    """Return FLUX.1 in six rows; those that tell most come first."""
+    """Return FLUX.1 in six rows, first the one that others are compared with."""
     one, other = (step_job(replace(case, compiled=True, graph=True), tiny) for case in (FLUX, FP8))
     return [step_job(FLUX, tiny), one, other, Job(PEFT, peft, (tiny,), _CASE_SECONDS), step_job(FP8, tiny)]
 
@@ -170,55 +157,6 @@ def step_job(case: StepCase, tiny: bool) -> Job:
     """Return what measures ``case``; of one with a graph both without and with it."""
     steps, timed = (_FULL_STEPS, 1 if tiny else _TIMED_STEPS)
     return Job(case.name(), measured, (case, steps, timed, tiny, ()), _CASE_SECONDS)
-
-
-# What jobs call, each in a process of its own.
-
-
-def compiling(case: StepCase, tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Compile the blocks of ``case``, of which there are few: its code is on disk then, for all of them."""
-    begun = time.perf_counter()
-    for _ in measured(case, 2, 0, tiny, (2, 2), device):
-        yield {"took_s": time.perf_counter() - begun}
-
-
-def counting(case: StepCase, tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the GiB that ``plan_memory`` counts for loading and a step."""
-    config = case.config()
-    if tiny:
-        model = ModelConfig(model_type="flux", pretrained_model_name_or_path=str(ROOT / "assets" / "tiny-flux"))
-        config = config.model_copy(update={"model": model})
-    phases = plan_memory(ImageLora, config).phases
-    yield {"counted_gib": max(sum(phases[name].values()) for name in ("loading", "first step", "step")) / GIB}
-
-
-def seam(base: str, tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Train a fill LoRA on regions filled with black, and yield the seam's figures as ``dev/measure_seam.py`` does.
-
-    On ``base`` "bf16" or "fp8", as the option ``mixed_precision = "bf16"`` trains on either. What it paints is computed
-    on the CPU in fp32: rms error of the image beside the LoRA in high precision, each figure of the border over white
-    noise's, and the error of the known side near the border beside the true image, in 8-bit steps.
-    """
-    from dev import measure_seam  # its imports take as long as a case
-
-    name = "high" if base == "bf16" else base
-    with tempfile.TemporaryDirectory() as folder:
-        place, seed = Path(folder), measure_seam.SEEDS[0]
-        steps = {"max_train_steps": 3, "validate_every_n_steps": 3, "lr_warmup_steps": 0} if tiny else {}
-        measure_seam.train(place, [seed], ["black"], [name], mixed_precision="bf16", **steps)
-        looked = measure_seam.Bench(place, 1 if tiny else 8, measure_seam.Console(quiet=True))
-        lora = measure_seam.lora_file(place, "black", name, seed)
-        reference = looked.reference(lora, "black")
-        for case, (trained_on, variant) in measure_seam.TRAINING.items():
-            if trained_on != name or variant.merge != measure_seam.REFERENCE.merge:
-                continue
-            found = reference if variant == measure_seam.REFERENCE else looked.run(lora, variant, "black")
-            known, _, _ = measure_seam.known_side({"": looked.measure(looked.truth("black"), found)}, [""])
-            row = {"case": f"seam, black, {case}", "known_8bit": known}
-            if found is not reference:
-                image, figures = measure_seam.over_loras({"": looked.measure(reference, found)}, [""])
-                row |= {"image": image, "seam": ", ".join(f"{key} {each[0]:.2f}" for key, each in figures.items())}
-            yield row
 
 
 def peft(tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -237,12 +175,9 @@ def peft(tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
     yield {"weights_gib": step.base_bytes / 2**30} | timing(step, 1 if tiny else _TIMED_STEPS, device)
 
 
-# What is made of their rows.
-
-
 def run(chosen: list[Part], children: Children, tiny: bool) -> list[dict[str, Any]]:
     """Run the parts; print each row as it comes, and return all."""
-    report = Report()
+    rows, steps = list[dict[str, Any]](), dict[str, tuple[Any, Any]]()
     for part in chosen:
         print(f"\n{part.title}", flush=True)
         table, end = Table(part.columns), time.monotonic() + (math.inf if tiny else part.seconds)
@@ -251,69 +186,35 @@ def run(chosen: list[Part], children: Children, tiny: bool) -> list[dict[str, An
             for done in as_completed(began):
                 for found in done.result():
                     name = began[done].name
-                    report.add({"case": name if found.get("graphed", True) else name.replace(", graph", "")} | found)
-                for row in report.complete():
-                    table.add(row)
-        for row in report.complete(whatever=True):
-            table.add(row)
-        report.rows += table.rows
-    return report.rows
+                    name = name if found.get("graphed", True) else name.replace(", graph", "")
+                    table.add({"case": name} | compared(name, found, steps))
+        rows += table.rows
+    return rows
 
 
-class Report:
-    """Rows of all parts, completed by what others found: a reference, counted memory.
+def compared(name: str, row: dict[str, Any], steps: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Return a row with how far its losses and gradients are off its reference's; of a check, what that means.
 
-    Attributes:
-        rows: that are complete, as tables have them.
+    ``steps``: losses and gradients of the cases so far, by name; those of ``row`` are added.
     """
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._waiting: list[dict[str, Any]] = []
-        self._steps: dict[str, tuple[Any, Any]] = {}  # losses and gradients of a case
-        self._counted: dict[str, float] = {}
-        named = {check.job_name(): check for check in checks()}
-        self._checks = {name.replace(", graph", ""): check for name, check in named.items()} | named
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Take a row as a process sent it."""
-        name = row["case"]
-        if "gradients" in row:
-            self._steps[name] = np.array(row.pop("losses")), row.pop("gradients")
-        if "counted_gib" in row:
-            self._counted[name.removesuffix(", counting")] = row["counted_gib"]
-        extra = {"goal_s": GOALS.get(name), "counted_gib": self._counted.get(name)} if "step_s" in row else {}
-        self._waiting.append(row | {key: value for key, value in extra.items() if value})
-
-    def complete(self, whatever: bool = False) -> list[dict[str, Any]]:
-        """Return the rows whose references are there, or all that wait."""
-        ready = [row for row in self._waiting if whatever or self._reference(row) in {None, *self._steps}]
-        self._waiting = [row for row in self._waiting if row not in ready]
-        return [row | self._beside(row) for row in ready]
-
-    def _reference(self, row: dict[str, Any]) -> str | None:
-        name = row["case"]
-        if name not in self._steps:
-            return None
-        if name in self._checks:
-            return f"{self._checks[name].reference} on a CPU"
-        return FLUX.name() if name.startswith("flux, ") and not name.endswith("on a CPU") else None
-
-    def _beside(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return how far losses and gradients are off the reference's, and of a check what that means."""
-        name, reference = row["case"], self._reference(row)
-        check = self._checks.get(name)
-        if reference not in self._steps:
-            return {} if check is None else {"limit": check.limit, "verdict": "failed" if "error" in row else "?"}
-        (losses, gradients), (right, wanted) = self._steps[name], self._steps[reference]
-        found = {
-            "loss_error": float(np.abs(losses / right - 1).max()),
-            "gradient_error": float(np.linalg.norm(gradients - wanted) / np.linalg.norm(wanted)),
-        }
-        if check is not None:
-            worst = max(*found.values(), row.get("graph_error", 0.0))
-            found |= {"limit": check.limit, "verdict": "right" if worst <= check.limit else "WRONG"}
-        return found
+    named = {check.job_name(): check for check in checks()}
+    check = ({each.replace(", graph", ""): check for each, check in named.items()} | named).get(name)
+    own = None
+    if "gradients" in row:
+        own = steps[name] = np.array(row.pop("losses")), row.pop("gradients")
+    reference = FLUX.name() if name.startswith("flux, ") and not name.endswith("on a CPU") else None
+    if check is not None:
+        reference = f"{check.reference} on a CPU"
+        row |= {"limit": check.limit, "verdict": "failed" if "error" in row else "?"}
+    if own is None or reference not in steps:
+        return row
+    (losses, gradients), (right, wanted) = own, steps[reference]
+    row["loss_error"] = float(np.abs(losses / right - 1).max())
+    row["gradient_error"] = float(np.linalg.norm(gradients - wanted) / np.linalg.norm(wanted))
+    if check is not None:
+        worst = max(row["loss_error"], row["gradient_error"], row.get("graph_error", 0.0))
+        row["verdict"] = "right" if worst <= check.limit else "WRONG"
+    return row
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
