@@ -398,7 +398,7 @@ class OptimizerConfig(Section):
 
     optimizer_type: Annotated[str, MUST_MATCH] = Field(
         FAMILY,
-        description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, CAME, SOAP, Lion, "
+        description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, CAME, Lion, "
         "AdamWScheduleFree, DAdaptAdam, or a dotted class path of these packages",
     )
     trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")

@@ -44,7 +44,7 @@ from library.training.checkpoint.metadata import without_folders
 
 _MODULES = {"torch", "accelerate", "transformers", "tokenizers", "sentencepiece", "diffusers", "numpy"}
 _MODULES |= {"pillow", "gguf", "deepspeed", "triton", *(row.module.partition(".")[0] for row in OPTIMIZERS.values())}
-_PACKAGES = sorted(PIP_NAMES.get(name, name) for name in _MODULES - {"library"})
+_PACKAGES = sorted(PIP_NAMES.get(name, name) for name in _MODULES)
 version = cache(metadata.version)  # which parses a file
 _BASE, _PART = "pretrained_model_name_or_path", "base model's "
 # of these options it counts what lies there sample by sample, or not at all

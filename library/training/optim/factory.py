@@ -35,13 +35,13 @@ import importlib
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from library.config.markers import split_pairs
 from library.config.optimizer_types import OPTIMIZERS, PIP_NAMES, OptimizerType, adapts_each_group, estimates_step_size
@@ -51,7 +51,7 @@ from library.training.optim.after_update import given_back
 from library.training.optim.lr_tracker import estimates_distance
 from library.training.optim.stochastic_rounding import update_stochastically, weights_in_float32
 
-_PACKAGES = {place.module.split(".")[0] for place in OPTIMIZERS.values()} | {"pytorch_optimizer"}
+_PACKAGES = {place.module.split(".")[0] for place in OPTIMIZERS.values()}
 _UNFIT = {"Optimizer", "LBFGS", "SparseAdam"}  # of torch.optim: base class, needs a closure, needs sparse gradients
 
 
@@ -292,3 +292,52 @@ def _load_in_saved_dtypes(optimizer: Optimizer) -> None:
                     state[key] = saved.detach().to(loaded.device, copy=True)
 
     optimizer.load_state_dict = load_exactly  # type: ignore[method-assign]
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon for hidden matrices and AdamW for everything else, as one optimizer.
+
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) orthogonalises a matrix's momentum; it is made
+    for the matrices inside blocks, not for embeddings, heads and vectors. torch has it; here the two are joined, so
+    that the schedule, clipping and states see one optimizer. With ``match_rms_adamw`` (Moonlight, arXiv 2502.16982) a
+    Muon step has the size of an AdamW step, and one learning rate does for both.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.95),
+    ) -> None:
+        """Let Muon have the group called ``hidden``, AdamW the others."""
+        hidden = [group for group in groups if group["name"] == "hidden"]
+        others = [group for group in groups if group["name"] != "hidden"]
+        options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        self.muon = Muon(hidden, lr=lr, adjust_lr_fn="match_rms_adamw", **options)
+        self.adamw = AdamW(others, lr=lr, betas=betas, fused=True)
+        super().__init__([p for group in groups for p in group["params"]], {"lr": lr})
+        self._join()
+
+    def _join(self) -> None:
+        """Show the groups and states of both as this optimizer's; the objects are shared, not copied."""
+        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take a step of both."""
+        assert closure is None, "neither evaluates the loss again"
+        self.muon.step()
+        self.adamw.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both states."""
+        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put both states back."""
+        self.muon.load_state_dict(state_dict["muon"])
+        self.adamw.load_state_dict(state_dict["adamw"])
+        self._join()

@@ -45,13 +45,13 @@ from library.training.checkpoint.output_folder import SETTINGS, describe_setting
 from library.training.checkpoint.state import EARLIER, TOKENIZER, Position, load_training_state, start_position
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.factory import (
+    MuonWithAdamW,
     build_optimizer,
     check_arguments,
     check_optimizer,
     has_averaged_weights,
     parse_optimizer_args,
 )
-from library.training.optim.optimizers import MuonWithAdamW
 from library.training.optim.schedules import build_schedule, resolve_steps
 from library.training.parallel.gather import full_shapes, gather_weights, gathered, local_parameters, scatter_weights
 from library.training.parallel.parallelize import lm_parallel_spec

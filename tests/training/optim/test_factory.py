@@ -33,7 +33,6 @@ NAMES = [
     "ProdigyPlusScheduleFree",
     "Adafactor",
     "CAME",
-    "SOAP",
     "Lion",
     "AdamWScheduleFree",
     "RAdamScheduleFree",
@@ -128,39 +127,6 @@ def test_came_follows_the_algorithm_of_its_paper() -> None:
         weight.grad = g.clone()
         optimizer.step()
     torch.testing.assert_close(weight.detach(), x, rtol=1e-4, atol=1e-5)  # it steps in fp32
-
-
-def test_soap_begins_with_a_step_along_the_polar_factor_of_the_gradient() -> None:
-    weight, (gradient,) = nn.Parameter(torch.zeros(5, 4, dtype=torch.float64)), gradients(1)
-    optimizer = build_optimizer(config_for("SOAP", learning_rate=0.5), [{"params": [weight]}], full_bf16=False)
-    weight.grad = gradient
-    optimizer.step()
-    # Both bases are the gradient's singular vectors (arXiv 2409.11321), in which every direction weighs the same.
-    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
-    torch.testing.assert_close(
-        weight.detach(), -0.5 * left @ right, rtol=1e-6, atol=1e-6
-    )  # eps 1e-8 over values near 1
-
-
-def test_soap_without_a_basis_is_adamw_and_with_one_it_turns_with_the_problem() -> None:
-    def trained(name: str, left: Tensor, right: Tensor, *arguments: str) -> Tensor:
-        weight = nn.Parameter(left @ torch.ones(5, 4, dtype=torch.float64) @ right)
-        optimizer = build_optimizer(config_for(name, *arguments), [{"params": [weight]}], full_bf16=False)
-        for gradient in gradients(30):
-            weight.grad = left @ gradient @ right
-            optimizer.step()
-        return left.t() @ weight.detach() @ right.t()
-
-    same_left, same_right = torch.eye(5, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
-    adamw = trained("AdamW", same_left, same_right, "weight_decay=0.1", "betas=0.9,0.95")
-    plain = trained("SOAP", same_left, same_right, "weight_decay=0.1", "max_precondition_dim=0")
-    torch.testing.assert_close(plain, adamw, rtol=1e-11, atol=1e-13)  # only the order of operations differs
-    random = torch.Generator().manual_seed(1)
-    left, right = (torch.linalg.qr(torch.randn(n, n, generator=random, dtype=torch.float64))[0] for n in (5, 4))
-    upright = trained("SOAP", same_left, same_right)
-    # float64 noise, magnified by eps 1e-8 where a turned gradient is nearly 0; AdamW misses by 1e-1
-    torch.testing.assert_close(trained("SOAP", left, right), upright, rtol=1e-4, atol=1e-6)
-    assert (trained("AdamW", left, right) - trained("AdamW", same_left, same_right)).abs().max() > 1e-2
 
 
 def test_prodigy_follows_the_loop_of_its_paper() -> None:

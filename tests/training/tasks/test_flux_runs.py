@@ -192,7 +192,7 @@ def test_no_update_of_the_file_is_larger_than_scale_weight_norms(case: tuple[Pat
             {"ip_noise_gamma": 0.5, "ip_noise_gamma_random_strength": True},
             ("ss_ip_noise_gamma_random_strength", "True"),
         ),
-        ({"optimizer_type": "CAME"}, ("ss_optimizer", "library.training.optim.optimizers.CAME")),
+        ({"optimizer_type": "CAME"}, ("ss_optimizer", "pytorch_optimizer.optimizer.came.CAME")),
         ({"lr_scheduler": "inverse_sqrt", "lr_scheduler_timescale": 2}, ("ss_lr_scheduler", "inverse_sqrt")),
         ({"timestep_sampling": "logsnr", "logit_mean": 1.0}, ("ss_timestep_sampling", "logsnr")),
     ],

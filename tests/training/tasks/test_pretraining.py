@@ -21,7 +21,7 @@ from library.llm.token_batches import TokenBatches, TokenShards
 from library.models.llm.files import load_lm
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import PRESETS
-from library.training.optim.optimizers import MuonWithAdamW
+from library.training.optim.factory import MuonWithAdamW
 from library.training.tasks.pretraining import Pretraining, flops_per_token, parameter_groups
 from tests.pretraining_runs import flags, run, weights
 from tests.processes import launcher, run_command
