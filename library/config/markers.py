@@ -167,16 +167,9 @@ class SameResult:
     """Marks an option that says where things lie or how the work is done: with any value the result is the same."""
 
 
-class AtStart:
-    """Marks an option that only the beginning of a run follows from, and no resumed run, ``unless`` others are set."""
-
-    def __init__(self, *unless: str) -> None:
-        self.unless = unless
-
-
 @dataclass(frozen=True)
 class EffectOnly:
-    """Marks an option that may stand where it has no effect, which a run says then; a resumed one says it of a change.
+    """Marks an option that may stand where it has no effect, which a run says then.
 
     Attributes:
         where: options and keys of a dataset, of which one must be set.

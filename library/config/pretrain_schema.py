@@ -14,7 +14,6 @@ from library.config.chat_schema import HELD_OUT, ChatSamplingConfig, Conversatio
 from library.config.markers import (
     MUST_MATCH,
     SAME_RESULT,
-    AtStart,
     Batch,
     NotNegative,
     OnlyWith,
@@ -162,7 +161,7 @@ class LLMSamplingConfig(ChatSamplingConfig):
     sample_prompts: list[str] = Field(
         [], description="beginnings that samples go on from; with train_data user messages, which are answered"
     )
-    sample_at_first: Annotated[bool | None, SAMPLED, AtStart()] = Field(  # type: ignore[assignment]
+    sample_at_first: Annotated[bool | None, SAMPLED] = Field(  # type: ignore[assignment]
         None, description="sample before the first step; default: where sample_every_n_steps is set"
     )
     sample_tokens: Annotated[Size, SAMPLED] = Field(64, description="tokens of a sample")

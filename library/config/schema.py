@@ -22,7 +22,6 @@ from library.config.markers import (
     MUST_MATCH,
     SAME_RESULT,
     Above,
-    AtStart,
     Batch,
     EffectOnly,
     Fraction,
@@ -374,9 +373,7 @@ class NetworkConfig(Section):
     base_weights_multiplier: Annotated[
         list[Annotated[float, Field(allow_inf_nan=False)]], OnlyWith(base_weights=True), IMAGES
     ] = Field([], description="their strengths; those not given are 1")
-    network_weights: Annotated[str | None, AtStart("distill_from", "dim_from_weights")] = Field(
-        None, description="LoRA file to go on from"
-    )
+    network_weights: str | None = Field(None, description="LoRA file to go on from")
     dim_from_weights: Annotated[bool, MUST_MATCH, OnlyWith(", the file to take ranks from", network_weights=True)] = (
         Field(False, description="train the transformer layers of network_weights, each with its own rank and alpha")
     )
@@ -582,9 +579,7 @@ class SavingConfig(Section):
         description="file name of the LoRA, without suffix",
         json_schema_extra={"pattern": r"^[^/\\]+$"},
     )
-    overwrite: Annotated[bool, AtStart()] = Field(
-        False, description="replace a finished result of other settings, of the same output_name"
-    )
+    overwrite: bool = Field(False, description="replace a finished result of other settings, of the same output_name")
     save_every_n_steps: Positive | None = Field(None, description="save every so many optimizer steps")
     save_every_n_epochs: Positive | None = Field(None, description="save every so many epochs")
     save_last_n_steps: Annotated[Positive | None, OnlyWith(save_every_n_steps=True)] = Field(
@@ -685,7 +680,7 @@ class SamplingConfig(Section):
         None, description="sample every so many optimizer steps"
     )
     sample_every_n_epochs: Annotated[Positive | None, SAMPLED] = Field(None, description="sample every so many epochs")
-    sample_at_first: Annotated[bool, SAMPLED, AtStart()] = Field(False, description="sample before the first step")
+    sample_at_first: Annotated[bool, SAMPLED] = Field(False, description="sample before the first step")
     sample_at_end: Annotated[bool, SAMPLED] = Field(True, description="sample after the last step")
 
 

@@ -28,15 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from library import __version__
 from library.checksums import fingerprint
-from library.config.markers import AtStart, EffectOnly, OnlyWith, is_nothing, listed, options
+from library.config.markers import EffectOnly, is_nothing, listed, options
 from library.config.model_types import PATHS
 from library.config.optimizer_types import OPTIMIZERS, PIP_NAMES
 from library.data.captions import drawn_from
-from library.data.config import DatasetConfig, idle_keys
+from library.data.config import DatasetConfig
 from library.data.samples import Sample
 from library.errors import UserError, counted, names_in_short
 from library.processes import agreed, from_all_processes
@@ -145,19 +144,16 @@ def _shown(value: str) -> str:
 
 
 def changes_since(saved: Mapping[str, Any] | None, now: RunInputs, config: BaseModel) -> list[str]:
-    """Return a line for everything that has changed since a state was saved, with what follows.
+    """Return a line for everything that has changed since a state was saved.
 
     Args:
         saved: attributes of the ``RunInputs`` that the state keeps; None of one of an earlier version.
         now: of this run.
-        config: of this run, which says what an option has an effect on.
+        config: of this run.
     """
     if saved is None:
         return ["the state does not say with which settings and data; what has changed since is not known"]
-    values = {key: value for key, value, _ in options(config)}
-    fields = {key: about for key, _, about in options(config)}
-    given = {key for name in type(config).model_fields for key in getattr(config, name).model_fields_set}
-    new = {key: _stored(key, about.get_default()) for key, about in fields.items() if not about.is_required()}
+    new = {key: _stored(key, about.get_default()) for key, _, about in options(config) if not about.is_required()}
     changed = {k: (old, v) for k, v in now.settings.items() if (old := (new | saved["settings"]).get(k, v)) != v}
     lines = {
         key: f"{key} {_shown(before)} -> {_shown(after)}{' (another place)' * (_shown(before) == _shown(after))}"
@@ -170,40 +166,8 @@ def changes_since(saved: Mapping[str, Any] | None, now: RunInputs, config: BaseM
     both = before & after  # of a table that came or went its own tables are not named
     tables = sorted(name for name in before ^ after if name and name.partition(",")[0] in (name, *both))
     lines |= {name: f"{name} {'added' if name in after else 'removed'}" for name in tables}
-    if samples := sample_changes(saved["samples"], now.samples, now.names):
-        lines["samples"] = f"dataset: {', '.join(samples)}"
-    starts = {key: m for key, about in fields.items() for m in about.metadata if isinstance(m, AtStart)}
-    inert = {key for key, marker in starts.items() if not any(values.get(other) for other in marker.unless)}
-    for key in changed:
-        same = _hold_the_same(key, saved["contents"], now.contents)
-        same |= key == "dataset_config" and not any(each == "samples" or each.startswith("dataset ") for each in lines)
-        if same or _is_without_effect(key, fields, values, now, changed):
-            inert.add(key)
-            if key in fields and key not in given and key not in starts:  # a default took its place, and is not used
-                del lines[key]
-    return [f"{line}: {'no effect on a resumed run' if key in inert else 'from now on'}" for key, line in lines.items()]
-
-
-def _is_without_effect(
-    key: str, fields: Mapping[str, FieldInfo], values: Mapping[str, Any], now: RunInputs, changed: Iterable[str]
-) -> bool:
-    """Return whether, as an option's marks say, a run follows from no value of it."""
-    where, _, name = key.rpartition(": ")  # of a dataset's key the option that is its default
-    tables = [each for each in now.settings if each.startswith("dataset ")]
-    acting = _acting(values, {each: now.settings[each] for each in tables})
-    own = {each.removeprefix(f"{where}: "): json.loads(_shown(now.settings[each])) for each in tables}
-    if name in idle_keys(own):
-        return True
-    for mark in fields[name].metadata if name in fields else ():
-        if isinstance(mark, OnlyWith) and mark.unmet(values):
-            return True
-        if isinstance(mark, EffectOnly):
-            filled = {each for each in tables if mark.default_of in ("", each.rpartition(": ")[2])}
-            if tables and mark.where and acting.isdisjoint(mark.where):
-                return True
-            if filled and filled.isdisjoint(changed):
-                return True
-    return False
+    samples = sample_changes(saved["samples"], now.samples, now.names)
+    return [*lines.values(), *([f"dataset: {', '.join(samples)}"] if samples else [])]
 
 
 def idle_options(config: BaseModel, dataset: DatasetConfig) -> list[str]:
@@ -222,12 +186,6 @@ def _acting(values: Mapping[str, Any], tables: Mapping[str, str]) -> set[str]:
     """Return the options, and keys of the dataset's ``tables``, that ask for something."""
     of_tables = {key.rpartition(": ")[2] for key, text in tables.items() if not is_nothing(json.loads(_shown(text)))}
     return of_tables | {key for key, value in values.items() if not is_nothing(value)}
-
-
-def _hold_the_same(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Return whether an option names other files than before that hold the same, of a base model in all its parts."""
-    of_it = [each for each in now if each in (key, _PART + key) or (key == _BASE and each.startswith(_PART))]
-    return bool(of_it) and all(before.get(each) == now[each] for each in of_it)
 
 
 def sample_changes(before: Mapping[str, str], now: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
