@@ -48,20 +48,17 @@ class Server:
 
 
 @contextmanager
-def serve(folder: Path, *words: str, files: int | None = None) -> Iterator[Server]:
+def serve(folder: Path, *words: str) -> Iterator[Server]:
     """Yield a page whose working directory is ``folder``, with ``output`` in it and ``words`` on its command line.
-
-    ``files``: how many descriptors it may have.
 
     It may reach nothing but this machine. Its jobs' processes are killed at the end.
     """
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     environment = os.environ | nowhere | {"OMP_NUM_THREADS": "1", "no_proxy": "", "NO_PROXY": ""}
     log = folder / "page.log"
-    limited = ["sh", "-c", f'ulimit -S -n {files}; exec "$@"', "sh"] if files else []
     with open(log, "w") as output:
         process = subprocess.Popen(
-            [*limited, sys.executable, str(ROOT / "ui.py"), "--port", "0", *words], cwd=folder, env=environment,
+            [sys.executable, str(ROOT / "ui.py"), "--port", "0", *words], cwd=folder, env=environment,
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
