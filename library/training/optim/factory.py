@@ -238,6 +238,7 @@ def check_arguments(cls: type[Optimizer], arguments: Mapping[str, Any], optimize
     """Refuse arguments that the constructor does not take."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    takes_any &= cls.__module__.split(".")[0] != "pytorch_optimizer"  # which passes over names that it does not know
     valid = [name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD][1:]
     for key in arguments:
         if key == "lr":

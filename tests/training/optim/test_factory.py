@@ -263,14 +263,16 @@ def test_malformed_optimizer_args_say_how_to_write_them(text: str, message: str)
         ("Prodgy", [], "no optimizer 'Prodgy'; did you mean 'Prodigy'"),
         ("zzz", [], "no optimizer 'zzz'; choose one of AdamW, .*class path"),
         ("my_code.Optimizer", [], "importing my_code.Optimizer runs code of 'my_code'.*; set trust_class_paths = true"),
-        ("pytorch_optimizer.Optimizer", [], "needs the package 'pytorch_optimizer'; run pip install pytorch_optimizer"),
+        ("CAME", ["eps=(1e-30, 1e-16)"], "CAME takes no 'eps'"),
+        ("came_pytorch.CAME", [], "needs the package 'came_pytorch'; run pip install came_pytorch"),
         ("torch.optim.nowhere.A", [], "torch.optim.nowhere cannot be imported .*; check the class path"),
         ("torch.optim.AdmW", [], "torch.optim has no class 'AdmW'; did you mean 'AdamW'"),
         ("torch.nn.Linear", [], "torch.nn.Linear is no torch.optim.Optimizer; name a subclass of it"),
     ],
 )
 def test_optimizers_that_cannot_be_built_say_why(name: str, arguments: list[str], message: str) -> None:
-    config = OptimizerConfig(optimizer_type=name, optimizer_args=arguments)
+    trusted = name.startswith("came_pytorch")
+    config = OptimizerConfig(optimizer_type=name, optimizer_args=arguments, trust_class_paths=trusted)
     with pytest.raises(UserError, match=message):
         build_optimizer(config, [{"params": [nn.Parameter(torch.zeros(2))]}], full_bf16=False)
 
