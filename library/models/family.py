@@ -33,6 +33,7 @@ from library.checksums import fingerprint, weights_fingerprint
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.kinds import refuse_other_kind
 from library.config.model_types import MODEL_TYPES, ConditionKind
+from library.config.published_models import find_published
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError, names_in_short, reason_of
 from library.models.family_files import FamilyFiles
@@ -291,7 +292,8 @@ class Family:
         """Whether this is a distilled model: as the folder's pipeline says, else as "turbo" in its name does."""
         index = self.files.index
         settings = {} if index is None else read_config(index.parent, index.name)
-        name = Path(self.config.pretrained_model_name_or_path).name.lower()
+        given = self.config.pretrained_model_name_or_path  # a copy in the hub's cache has the name two folders above
+        name = (find_published(given) or Path(given)).name.lower()
         return bool(settings.get("is_distilled", "turbo" in name))
 
     def check_text_encoders(self) -> None:
