@@ -132,6 +132,7 @@ FP8_NOT_GATHERED = (
 _CHOSEN = {'memory = "auto"': "{layout} chooses it" + _ONE}
 _DORA = '{save_format}\'s DoRA is made with full base weights, which {layout} splits; set save_format = "diffusers"'
 _PARTS = "{optimizer_type} does not treat every number by itself, and would get parts of weights; use "
+_ASKS_TWICE = {"pp": "asks the model twice in a step, stages are passed once; set shard or tp, or pp = 1"}
 
 _COMMON = (
     Row(
@@ -236,15 +237,8 @@ LORA_MATRIX = (
         lambda s: MODEL_TYPES[s.model_type].texts_differ_in_length,
         ", ".join(name for name, row in MODEL_TYPES.items() if row.texts_differ_in_length),
     ),
-    *(
-        Row(
-            key,
-            {"pp": "asks the model twice in a step, stages are passed once; set shard or tp, or pp = 1"},
-            lambda s, key=key, value=value: s.values[key] == value,  # type: ignore[misc]
-            f'"{value}"',
-        )
-        for key, value in (("preserve", "prior"), ("train_on", "preferences"), ("train_on", "slider"))
-    ),
+    Row("preserve", _ASKS_TWICE, lambda s: s.preserve == "prior", '"prior"'),
+    Row("train_on", _ASKS_TWICE, lambda s: s.train_on in ("preferences", "slider"), "with pairs"),
     Row(
         "device_map",
         _each("one process drives all GPUs; remove it, or dp, shard, tp and pp", "dp", "shard", "tp", "pp"),

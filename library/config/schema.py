@@ -313,9 +313,6 @@ class PairsConfig(Section):
     dpo_beta: Annotated[float, Field(gt=0), MUST_MATCH, PREFERENCES] = Field(
         2000.0, description="DPO's beta: the higher, the nearer the model stays to its base"
     )
-    dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5), MUST_MATCH, PREFERENCES] = Field(
-        0.0, description="share of pairs taken to be labelled the wrong way round"
-    )
 
 
 _NO_LONGER_TRAINED = {

@@ -257,7 +257,7 @@ class CachedDataset(Dataset[Item]):
         """Return all that a sample is ever seen with: its variants, "" where they drop, and what preserves."""
         captions = self.captions_of(sample)
         if self.directions and not sample.settings.is_reg:
-            return tuple(text for direction in self.directions for text in direction.texts)
+            return tuple(text for direction in self.directions for text in direction)
         drops = (can_drop(sample.settings) and not sample.held_out) * ("",)
         if self.preservation is None:
             return captions + drops
@@ -313,7 +313,7 @@ class CachedDataset(Dataset[Item]):
         paths = [latent_path(each, source.flipped, fingerprint) for each in others]
         rows = [item, *(replace(item, latents=read_cached(path, crop)["latents"]) for path in paths)]
         if self.directions and not first.settings.is_reg:
-            for caption in self._direction(source.epoch, source.sample_id).texts[1:]:
+            for caption in self._direction(source.epoch, source.sample_id)[1:]:
                 job = self.text_job(first, caption, source.flipped)
                 text = read_cached(job.path(self.text_folder, str(self.text_fingerprint)))
                 rows.append(replace(item, text=text, caption=caption))

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from library.errors import UserError
 from library.files import parse_json, read_text, read_toml
@@ -21,18 +20,12 @@ _OPTION = re.compile(r"(?:^|\s)--([pn])\s")
 _REMEDY = 'write "a person --p an old person --n a young person"'
 
 
-@dataclass(frozen=True)
-class Direction:
+class Direction(NamedTuple):
     """What the LoRA learns at strength 1: to make of the target what the positive prompt has more than the negative."""
 
     target: str
     positive: str
     negative: str
-
-    @property
-    def texts(self) -> tuple[str, str, str]:
-        """All three."""
-        return self.target, self.positive, self.negative
 
 
 def read_directions(given: str | list[str] | None) -> tuple[Direction, ...]:

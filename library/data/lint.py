@@ -224,11 +224,7 @@ def _of_image(
     if path in problems or size is None:
         return [], fits
     found: list[Finding] = []
-    for kind, files in (
-        ("mask", (source.mask, source.inpaint_mask)),
-        ("pair", (source.paired,)),
-        ("control", source.control_images),
-    ):
+    for kind, files in (("mask", (source.mask, source.inpaint_mask)), ("control", source.control_images)):
         for file in files:
             if file is not None and file.path not in problems and file.size and not same_shape(file.size, size):
                 sizes = f"{size_text(file.size)} for an image of {size_text(size)}"

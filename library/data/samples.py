@@ -282,11 +282,9 @@ def _load_subset(
         identities[identity] += 1
         if identities[identity] > 1:
             identity = f"{identity}\n{identities[identity]}"
-        for mask in (source.mask, source.inpaint_mask):
-            if mask is not None:
-                check_mask_shape(mask, size)
-        if source.paired is not None:
-            check_mask_shape(source.paired, size, "paired image")
+        for file in (source.mask, source.inpaint_mask, source.paired):
+            if file is not None:
+                check_shape(file, size, "paired image" if file is source.paired else "mask")
         held_out = times == 0
         fit = buckets.fit(size, settings.random_crop and not held_out, source.image.path)
         if group.subset.only is not None and math.prod(size) <= buckets.area and not any(side % unit for side in size):
@@ -310,12 +308,12 @@ def _mask_lines(subset: Subset, fits: Sequence[tuple[Source, tuple[Fit]]], index
     return [*lines, *said.values()]
 
 
-def check_mask_shape(mask: SourceFile, size: tuple[int, int], what: str = "mask") -> None:
-    """Refuse a mask that is not in the proportions of its image of ``size``, a side being off by more than 1 %."""
-    assert mask.size is not None
-    if not same_shape(mask.size, size):
+def check_shape(file: SourceFile, size: tuple[int, int], what: str = "mask") -> None:
+    """Refuse a file that is not in the proportions of its image of ``size``, a side being off by more than 1 %."""
+    assert file.size is not None
+    if not same_shape(file.size, size):
         raise UserError(
-            f"{mask.path}: {what} of {size_text(mask.size)} for an image of {size_text(size)}; "
+            f"{file.path}: {what} of {size_text(file.size)} for an image of {size_text(size)}; "
             "save it in the image's proportions"
         )
 

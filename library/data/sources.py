@@ -143,20 +143,18 @@ def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, 
     return found
 
 
-_COMPANIONS = {  # key -> what is known of the folder that it names, its files, and the remedy for an image without one
-    "conditioning_data_dir": (
-        "mask_dir", "mask", "add one of the same name, or put images that count whole in another subset"
-    ),
-    "inpaint_mask_directory": ("inpaint_mask_dir", "mask", "add an image of the same name, white where to fill"),
-    "paired_directory": ("paired_dir", "image", "add the other image of the pair, of the same name"),
-}  # fmt: skip
+_COMPANIONS = {  # key -> what is known of the folder that it names, and what to do about an image without one there
+    "conditioning_data_dir": ("mask_dir", "add one of the same name, or put images that count whole in another subset"),
+    "inpaint_mask_directory": ("inpaint_mask_dir", "add an image of the same name, white where to fill"),
+    "paired_directory": ("paired_dir", "add the other image of the pair, of the same name"),
+}
 
 
 def _find_companions(
     subset: Subset, key: str, sources: Sequence[Source], index: FileIndex, warnings: list[str]
 ) -> Sequence[SourceFile | None]:
     """Return of every image the one of its name in the folder that ``key`` names: its mask, or the other of a pair."""
-    attribute, what, remedy = _COMPANIONS[key]
+    (attribute, remedy), what = _COMPANIONS[key], "image" if key == "paired_directory" else "mask"
     folder: Path | None = getattr(subset, attribute)
     if folder is None:
         return [None] * len(sources)

@@ -24,7 +24,7 @@ from library.data.dataset import TrainingData
 from library.data.file_index import SourceFile, content_hash
 from library.data.images import blanked, decode, fit_image, read_size, to_image, to_pixels
 from library.data.mask_files import binary_mask, look_at_mask, read_mask
-from library.data.samples import ControlImage, check_mask_shape
+from library.data.samples import ControlImage, check_shape
 from library.errors import UserError
 from library.files import read_bytes
 from library.models.family import Family
@@ -89,7 +89,7 @@ def check_prompt_images(
         for path in prompt.control_images:
             decode(read_bytes(path), path)
         if prompt.mask_image:
-            check_mask_shape(_source(prompt.mask_image), read_size(prompt.control_images[0]))
+            check_shape(_source(prompt.mask_image), read_size(prompt.control_images[0]))
             source, remark, box = look_at_mask(prompt.mask_image, "inpaint_mask_directory")
             if not any(box):
                 raise UserError(f"{prompt.mask_image}: nothing to fill; make what is to be filled white")

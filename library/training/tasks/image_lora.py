@@ -85,8 +85,7 @@ from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
 from library.training.step_graphs import why_eager
 from library.training.tasks.distillation import prepare_teacher
-from library.training.tasks.image_preferences import PreferenceStep
-from library.training.tasks.image_slider import SHOWN, SliderStep
+from library.training.tasks.image_pairs import SHOWN, PreferenceStep, SliderStep
 from library.training.tasks.image_step import FlowStep, StepInputs, Teacher, check_seam
 from library.training.tasks.lora import LoraTask
 from networks.files.layouts import PRECISIONS

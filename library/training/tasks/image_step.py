@@ -135,12 +135,9 @@ class FlowStep:
             target = self.teacher.blend(target, batch.keys, step)
         mask = region_weights(self.flow, batch, seam=False) if self.outside_mask else None
         rows = self._frozen_rows(batch, everywhere=mask is not None)
-        text, frozen_text = self.text(batch), None
+        text = self.text(batch)
         if self.rounds_text:
             text = self.family.rounded_text(text)
-        if rows and self.text_encoders is not None and self.network is not None:
-            with torch.no_grad(), self.network.bypassed():
-                frozen_text = self.text(batch if len(rows) == len(batch.sample_ids) else batch.rows(rows))
         preserves = torch.tensor(batch.prior).to(device, non_blocking=True) if any(batch.prior) else None
         return StepInputs(
             noisy=noisy,
@@ -152,7 +149,7 @@ class FlowStep:
             regions=region_weights(self.flow, batch),
             outside=None if mask is None else 1 - mask,
             frozen_rows=torch.tensor(rows).to(device, non_blocking=True) if rows else None,
-            frozen_text=frozen_text,
+            frozen_text=self._frozen_text(batch, rows),
             preserves=preserves,
         )
 
@@ -179,6 +176,13 @@ class FlowStep:
         rows = list(range(len(batch))) if everywhere else rows or [0] * self.lockstep
         return rows if self.network is not None else []
 
+    def _frozen_text(self, batch: Batch, rows: list[int]) -> dict[str, Tensor] | None:
+        """Return the text of ``rows`` by encoders in training, without what these have learnt; None without them."""
+        if not rows or self.text_encoders is None or self.network is None:
+            return None
+        with torch.no_grad(), self.network.bypassed():
+            return self.text(batch if len(rows) == len(batch.sample_ids) else batch.rows(rows))
+
     def _frozen_answers(self, model: nn.Module, given: StepInputs, rows: Tensor) -> Tensor:
         """Return v_0 of the samples ``rows`` [n], [B, C, h, w]; of the others their target."""
         assert self.network is not None
@@ -193,16 +197,17 @@ class FlowStep:
         return given.target.index_copy(0, rows, answers.to(given.target.dtype))
 
     def validated(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
-        """Return each held-out sample's unweighted loss at each sigma, [len(sigmas), B, 1]; the noise never changes.
+        """Return :meth:`values` of held-out samples at each sigma, [len(sigmas), B, K]; the noise never changes.
 
         Masks count, the seam's extra weight does not.
         """
-        text, regions = self.text(batch), region_weights(self.flow, batch, seam=False)
-        losses = []
-        for noisy, target, everywhere in self._validated(batch, sigmas):
-            velocity = self._velocity(model, noisy, everywhere, text, batch.conditions)
-            losses.append(sample_losses(self.flow, velocity, target, regions))
-        return torch.stack(losses)[..., None]
+        rows = self._frozen_rows(batch, everywhere=False)
+        return torch.stack([self.values(model, given) for given in self._held_out(batch, sigmas, rows)])
+
+    def values(self, model: nn.Module, given: StepInputs) -> Tensor:
+        """Return each sample's unweighted loss, and behind it what ``more_validated`` names, [B, K]."""
+        velocity = self._velocity(model, given.noisy, given.sigmas, given.text, given.conditions)
+        return sample_losses(self.flow, velocity, given.target, given.regions)[:, None]
 
     def prior_losses(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
         """Return how far the LoRA has moved each sample's velocity at each sigma, [len(sigmas) * B].
@@ -212,23 +217,25 @@ class FlowStep:
         of a fall of the held-out loss.
         """
         assert self.network is not None
-        differences, text = [], self.text(batch)
-        with self.network.bypassed():
-            plain = self.text(batch)
-        for noisy, _, everywhere in self._validated(batch, sigmas):
-            velocity = self._velocity(model, noisy, everywhere, text, batch.conditions)
-            with self.network.bypassed():
-                frozen = self._velocity(model, noisy, everywhere, plain, batch.conditions)
+        differences = []
+        for given in self._held_out(batch, sigmas, list(range(len(batch.sample_ids)))):
+            velocity = self._velocity(model, given.noisy, given.sigmas, given.text, given.conditions)
+            assert given.frozen_rows is not None
+            frozen = self._frozen_answers(model, given, given.frozen_rows)
             differences.append((velocity - frozen).square().flatten(1).mean(1))
         return torch.cat(differences)
 
-    @staticmethod
-    def _validated(batch: Batch, sigmas: Sequence[float]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield noisy latents, their velocity and the noise level [B] for each of ``sigmas``; the noise is fixed."""
+    def _held_out(self, batch: Batch, sigmas: Sequence[float], rows: list[int]) -> Iterator[StepInputs]:
+        """Yield what is computed from at each of ``sigmas``, ready for v_0 of ``rows``; the noise is fixed."""
+        text, frozen_text, device = self.text(batch), self._frozen_text(batch, rows), batch.latents.device
+        regions = region_weights(self.flow, batch, seam=False)
+        frozen_rows = torch.tensor(rows).to(device, non_blocking=True) if rows else None
         for sigma in sigmas:
             noise = noise_for(batch.latents, batch.sample_ids, "validation", round(sigma * 1e6))
-            everywhere = torch.full((len(batch.sample_ids),), sigma)
-            yield *add_noise(batch.latents, noise, everywhere), everywhere
+            all_at = torch.full((len(batch.sample_ids),), sigma, device=device)
+            noisy, target = add_noise(batch.latents, noise, all_at)
+            more = torch.ones_like(all_at), regions, None, frozen_rows, frozen_text
+            yield StepInputs(noisy, target, all_at, text, batch.conditions, *more)
 
     def _velocity(
         self, model: nn.Module, noisy: Tensor, sigmas: Tensor, text: dict[str, Tensor], conditions: Conditions

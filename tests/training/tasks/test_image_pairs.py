@@ -30,8 +30,7 @@ from library.training.flow import noise_for, sample_sigmas
 from library.training.memory.budget import recompute_blocks
 from library.training.report.run_folder import samples_of
 from library.training.tasks.dpo import REWARDS
-from library.training.tasks.image_preferences import PreferenceStep
-from library.training.tasks.image_slider import SHOWN, SliderStep
+from library.training.tasks.image_pairs import SHOWN, PreferenceStep, SliderStep
 from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
@@ -109,15 +108,14 @@ def assert_gradients(network: AdapterNetwork, plain: Plain) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_preferences_have_the_loss_and_gradients_of_diffusion_dpo(
-    base: Path, family: Family, smoothing: float, checkpointing: bool
+    base: Path, family: Family, checkpointing: bool
 ) -> None:
     transformer, network = with_lora(family)
     if checkpointing:
         recompute_all(transformer, family)
     batch, beta = pairs_of(), 30.0
-    settings = PairsConfig(train_on="preferences", dpo_beta=beta, dpo_label_smoothing=smoothing)
+    settings = PairsConfig(train_on="preferences", dpo_beta=beta)
     step = PreferenceStep(family, FLOW, SEED, network=network, pairs=settings)
     loss, values = step.loss(transformer, batch, STEP)
     loss.backward()
@@ -127,7 +125,7 @@ def test_preferences_have_the_loss_and_gradients_of_diffusion_dpo(
     base_errors = (plain.velocity(batch.text, rows, 0.0) - plain.target).square().mean(dim=(1, 2, 3))
     chosen, rejected = (errors - base_errors).view(-1, 2).unbind(1)
     inside = -beta / 2 * (chosen - rejected)  # equation 14
-    expected = (-(1 - smoothing) * F.logsigmoid(inside) - smoothing * F.logsigmoid(-inside)).mean()
+    expected = -F.logsigmoid(inside).mean()
     expected.backward()
 
     torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=0)
@@ -362,11 +360,10 @@ def test_directions_are_read_from_lines_text_json_and_toml_alike(tmp_path: Path)
     expected = (Direction("a person", "an old person", "a young person"), Direction("", "big", "small"))
     lines = ["a person --p an old person --n a young person", "--n small --p big"]
     (tmp_path / "a.txt").write_text("# ages\n" + "\n".join(lines) + "\n\n")
-    entries = [dict(zip(("target", "positive", "unconditional"), each.texts, strict=True)) for each in expected]
+    entries = [dict(zip(("target", "positive", "unconditional"), each, strict=True)) for each in expected]
     (tmp_path / "a.json").write_text(json.dumps([entries[0], lines[1]]))
     tables = [
-        f'[[prompts]]\ntarget = "{t}"\npositive = "{p}"\nnegative = "{n}"\n'
-        for t, p, n in (each.texts for each in expected)
+        f'[[prompts]]\ntarget = "{t}"\npositive = "{p}"\nnegative = "{n}"\n' for t, p, n in (each for each in expected)
     ]
     (tmp_path / "a.toml").write_text("".join(tables))
     assert [read_directions(str(path)) for path in sorted(tmp_path.iterdir())] == [expected] * 3
@@ -376,7 +373,9 @@ def test_directions_are_read_from_lines_text_json_and_toml_alike(tmp_path: Path)
 @pytest.mark.parametrize(
     "layout", [{}, pytest.param({"shard": 2}, marks=pytest.mark.slow), pytest.param({"tp": 2}, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("kind", ["preferences", "prompts", pytest.param("images", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["preferences", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("images", "prompts"))]
+)
 def test_two_processes_equal_one(base: Path, pairs: Path, tmp_path: Path, layout: dict[str, int], kind: str) -> None:
     settings = (
         preferring(pairs, max_train_steps=3) if kind == "preferences" else sliding(pairs, kind, max_train_steps=3)
