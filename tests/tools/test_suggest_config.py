@@ -92,6 +92,7 @@ def numbers(text: str) -> set[float]:
 
 IN_OTHER_WORDS = {
     ("z_image", "network_alpha"): "equal to `rank`",
+    ("ernie_image", "network_alpha"): "equal to rank",
     ("all", "timestep_sampling"): "dynamic_timestep_shifting",  # auto is the model's own
     ("all", "bucket_no_upscale"): "never upscaled",
     ("all", "class_tokens"): "a photo of",
