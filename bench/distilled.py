@@ -1,11 +1,12 @@
 """What a LoRA of the tiny FLUX does on its four-step student, as it is and with each remedy, on held-out images.
 
     python bench/distilled.py --json distilled.json
-    python bench/distilled.py --seeds 1 --images 8            # a quick look
+    python bench/distilled.py --seeds 1                       # a quick look
+    python bench/distilled.py --folder kept                   # what is trained is kept there, and not trained again
 
 For each training seed a LoRA is trained on the base with ``configs/demo.toml`` in fewer steps. Its effect on the base
 is what the student is to show: velocities at the student's four noise levels, and finished images, of scenes
-painted from seeds that no training has seen. Remedies are trained on others. *wrong* is what is missing or wrong of the
+painted from seeds that no training has seen. Remedies are fitted on others. *error* is what is missing or wrong of the
 effect on the velocity, over the effect. Captions have 32 tokens, as where the student was made.
 """
 
@@ -13,8 +14,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,81 +27,92 @@ from library.config.schema import ModelConfig
 from library.console import Console
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployed import DeployedWeights
-from library.fidelity.distilled import StrengthRow, compare_distilled
-from library.fidelity.runs import prepare_eval_set
-from library.fidelity.serving import REFERENCE
+from library.fidelity.distilled import compare_distilled
+from library.fidelity.runs import EvalSet, prepare_eval_set
+from library.fidelity.serving import REFERENCE, Models
 
+Measured = dict[str, dict[str, float]]  # case -> what is measured, by name
+QUIET = Console(quiet=True)
 MODEL, DIFFERENCE = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "tiny-flux-turbo.safetensors"
-TRAINING_IMAGES, STEPS, BASE_STEPS, GUIDANCE = 32, 4, 20, 3.5
-TOKENS, LORA_STEPS, TEACHER_STEPS, TEACHER_RATE = 32, 250, 100, 3e-4
+TRAINING_IMAGES, FIT_IMAGES, STEPS, BASE_STEPS, GUIDANCE = 128, 8, 4, 20, 3.5
+TOKENS, LORA_STEPS, TEACHER_STEPS, TEACHER_RATE = 32, 250, 150, 1e-3
+SHORT = {"max_data_loader_n_workers": 0, "t5xxl_max_token_length": TOKENS}
+SILENT = {"no-sample_at_first": True, "no-sample_at_end": True, "general_prompts": "none"}
+KEYS = ("size", "direction", "error", "picture", "picture_direction")
 
 
-def measure_seed(
-    seed: int, held_out: Path, images: int, training: Path, turbo: Path, folder: Path
-) -> dict[str, StrengthRow]:
-    """Train a LoRA with ``seed``; return case -> its row."""
-    short = {"max_data_loader_n_workers": 0, "t5xxl_max_token_length": TOKENS}
-    silent = {"no-sample_at_first": True, "no-sample_at_end": True, "general_prompts": "none"}
-    lora = train_lora(seed, folder, config_file="configs/demo.toml", max_train_steps=LORA_STEPS, **silent, **short)
+def held_out_set(place: Path, folder: Path, lora: Path, images: int) -> tuple[Models, EvalSet]:
+    """Return the base with ``lora``, served as the student in ``place``, and the images to measure on."""
     config = ModelConfig(pretrained_model_name_or_path=str(MODEL), t5xxl_max_token_length=TOKENS)
-    models = models_with(lora, DeployedWeights("the student", turbo, None), config)
-    options = CalibrationOptions(str(held_out), images, guidance_scale=GUIDANCE, cache_directory=str(folder / "held"))
-    console = Console(quiet=True)
-    eval_set = prepare_eval_set(models, models.plan(options).prepare(console), REFERENCE, BASE_STEPS)
-    rows = {"as it is": compare_distilled(models, eval_set, STEPS, console).at(1.0)}
-    for name, effect in {"teacher: the base's answers": {}, "teacher: the effect": {"distill_effect": True}}.items():
-        output = folder / name.rpartition(" ")[2]
+    models = models_with(lora, DeployedWeights("the student", place / "turbo", None), config)
+    dataset, cache = place / "held_out" / "dataset.toml", folder / "held"
+    options = CalibrationOptions(str(dataset), images, guidance_scale=GUIDANCE, cache_directory=str(cache))
+    return models, prepare_eval_set(models, models.plan(options).prepare(QUIET), REFERENCE, BASE_STEPS)
+
+
+def effect_on_student(models: Models, eval_set: EvalSet, lora: Path) -> dict[str, float]:
+    """Return what ``lora`` does on the student, beside what the LoRA of ``models`` does on the base."""
+    row = compare_distilled(models, eval_set, STEPS, QUIET, lora_weights(lora, models)).at(1.0)
+    return {key: getattr(row, key) for key in KEYS}
+
+
+def measure_seed(seed: int, place: Path, images: int) -> Measured:
+    """Train a LoRA with ``seed`` on the base, fit it to the student in both ways; measure each."""
+    folder = place / f"seed{seed}"
+    lora, strengths, taught = (folder / f"{name}.safetensors" for name in ("lora", "strengths", "taught/taught"))
+    if not lora.exists():
+        train_lora(seed, folder, config_file="configs/demo.toml", max_train_steps=LORA_STEPS, **SILENT, **SHORT)
+    on_images = {"dataset_config": place / "training" / "dataset.toml", "cache_directory": folder / "cache_training"}
+    on_images |= {"guidance_scale": GUIDANCE}
+    if not strengths.exists():
+        refitted = {"lora": lora, "model": MODEL, "distilled": place / "turbo", "save_to": strengths}
+        run("tools/refit_lora.py", **refitted, calibration_images=FIT_IMAGES, **on_images)
+    if not taught.exists():
         run(
             "train_lora.py",
-            pretrained_model_name_or_path=turbo,
+            pretrained_model_name_or_path=place / "turbo",
             distill_from=MODEL,
+            distill_effect=True,
             distill_lora=lora,
             network_weights=lora,
             dim_from_weights=True,
-            dataset_config=training,
-            guidance_scale=GUIDANCE,
             max_train_steps=TEACHER_STEPS,
             learning_rate=TEACHER_RATE,
             lr_scheduler="cosine",
             seed=seed,
-            output_dir=output,
+            output_dir=taught.parent,
             output_name="taught",
-            cache_directory=folder / "cache_training",
-            **effect,
-            **short,
+            **on_images,
+            **SHORT,
         )
-        taught = lora_weights(output / "taught.safetensors", models)
-        rows[name] = compare_distilled(models, eval_set, STEPS, console, taught).at(1.0)
-    return rows
+    models, eval_set = held_out_set(place, folder, lora, images)
+    files = {"as it is": lora, "strengths by kind": strengths, "trained on the effect": taught}
+    return {case: effect_on_student(models, eval_set, file) for case, file in files.items()}
 
 
-KEYS = ("size", "direction", "picture", "picture_direction")
-
-
-def main() -> None:
-    """Measure, print, write."""
-    parser = benchmark_parser(__doc__)
+def measure_seeds(doc: str | None, measure: Callable[[int, Path, int], Measured], keys: Sequence[str]) -> None:
+    """Make the student, call ``measure`` with each seed, the folder and the number of images; print, write."""
+    parser = benchmark_parser(doc)
     parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
-    parser.add_argument("--images", type=int, default=16, help="held-out images (default: %(default)s)")
+    parser.add_argument("--images", type=int, default=8, help="held-out images (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="for what is trained, to keep (default: none is kept)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
-        place = Path(temporary)
-        held_out = paint(place / "held_out", options.images, seed=2026, subset="")
-        training = paint(place / "training", TRAINING_IMAGES, seed=2027, subset="")
-        turbo = place / "turbo"
-        run("tools/merge_lora.py", "--model", MODEL, "--lora", DIFFERENCE, "--save_to", turbo)
-        found = [
-            measure_seed(seed, held_out, options.images, training, turbo, place / f"seed{seed}")
-            for seed in range(1, options.seeds + 1)
-        ]
-    table = Table({"case": "<34", **dict.fromkeys(KEYS, "18.2f"), "wrong": "8.2f", "wrong_spread": "13.2f"})
+        place = (options.folder or Path(temporary)).resolve()
+        if not (place / "turbo").exists():
+            run("tools/merge_lora.py", "--model", MODEL, "--lora", DIFFERENCE, "--save_to", place / "turbo")
+            paint(place / "held_out", options.images, seed=2026, subset="")
+            paint(place / "training", TRAINING_IMAGES, seed=2027, subset="")
+        found = [measure(seed, place, options.images) for seed in range(1, options.seeds + 1)]
+    table = Table({"case": "<30"} | {name: "18.3f" for key in keys for name in (key, f"{key}_spread")})
     for case in found[0]:
-        rows = [seed[case] for seed in found]
-        means = {key: mean(getattr(row, key) for row in rows) for key in KEYS}
-        table.add({"case": case} | means | mean_and_spread("wrong", [row.error for row in rows]))
+        row = {"case": case}
+        for key in keys:
+            row |= mean_and_spread(key, [seed[case][key] for seed in found])
+        table.add(row)
     finish(table.rows, {}, options.json)
 
 
 if __name__ == "__main__":
-    main()
+    measure_seeds(__doc__, measure_seed, KEYS)

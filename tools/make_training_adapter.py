@@ -16,12 +16,12 @@ Every option of train_lora.py is taken, too. The same command goes on where it w
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -36,11 +36,7 @@ from library.errors import UserError, exit_on_user_error
 from library.files import read_toml, toml_text, write_text
 from library.models.hub import index_on_hub
 from library.processes import one_of_several, watched
-from tools.command import count, training_tool_parser, whole
-
-if TYPE_CHECKING:
-    from library.training.sampling.prompts import SamplePrompt
-    from library.training.tasks.image_lora import ImageLora
+from tools.command import answer_early, count, training_tool_parser, whole
 
 DEFAULTS = {
     "output_dir": "output/training_adapter",
@@ -59,38 +55,38 @@ def parser() -> argparse.ArgumentParser:
     top = training_tool_parser(__doc__)
     top.add_argument("--prompts", metavar="FILE", help="a prompt a line (default: 24 general ones of Tandem's)")
     top.add_argument("--images", type=count, default=480, metavar="N", help="to generate (default: %(default)s)")
-    top.add_argument(
-        "--distilled_steps",
-        type=whole(least=1, most=MOST_STEPS),
-        metavar="N",
-        help="steps of each image (default: the family's; needed where nothing says that the model is distilled)",
-    )
+    steps = "steps of each image (default: the family's; needed where nothing says that the model is distilled)"
+    top.add_argument("--distilled_steps", type=whole(least=1, most=MOST_STEPS), metavar="N", help=steps)
     return top
 
 
 def read_config(flags: Sequence[str]) -> TrainConfig:
     """Return the configuration of the adapter's training; its dataset TOML is in output_dir, written later."""
-    given = read_arguments(flags, LORA)
+    given, notes = read_arguments(flags, LORA), list[Note]()
     if "dataset_config" in given.values:
         raise UserError("dataset_config: the model generates the images that its adapter is trained on; remove it")
-    for key, value in DEFAULTS.items():
-        given.values.setdefault(key, value)
+    given.values = DEFAULTS | given.values
     given.values["dataset_config"] = str(Path(given.values["output_dir"]) / "images" / "dataset.toml")
-    notes: list[Note] = []
     config = checked(given, LORA, notes, index_on_hub)
-    told = [note for note in notes if note.key != MODEL]  # what is said of the model is how to do without an adapter
-    for line in summary(told):
+    for line in summary([note for note in notes if note.key != MODEL]):  # of the model: how to do without an adapter
         print(line)
     return config
 
 
+answer_early(__name__, lambda: parser().parse_known_args())
+
+from library.models.family_by_name import model_family
+from library.training.sampling import painting
+from library.training.sampling.prompts import SamplePrompt, read_prompts, usual_prompt
+from library.training.signals import interruptible
+from library.training.tasks.image_lora import ImageLora
+from library.training.trainer import train
+
+
 def check_distilled(config: TrainConfig, steps: int | None) -> None:
     """Raise a UserError if neither the model nor --distilled_steps says that it is distilled."""
-    from library.models.family_by_name import model_family
-
     model = config.model.pretrained_model_name_or_path
-    known = find_published(model)
-    if not (steps or model_family(config.model).distilled or (known and known.train_on)):
+    if not (steps or model_family(config.model).distilled or getattr(find_published(model), "train_on", "")):
         raise UserError(
             f"{model}: neither its name nor its files say that it is distilled, and a base is trained without an "
             "adapter; give the distilled model, or --distilled_steps N if this is one"
@@ -99,14 +95,10 @@ def check_distilled(config: TrainConfig, steps: int | None) -> None:
 
 def prompts_of(source: str | None, images: int, seed: int, task: ImageLora, steps: int | None) -> list[SamplePrompt]:
     """Return ``images`` prompts: those of ``source`` again and again, each time of other seeds and another shape."""
-    from library.training.sampling.painting import GENERAL
-    from library.training.sampling.prompts import read_prompts, usual_prompt
-
-    general = read_toml(GENERAL)[0]
-    texts = source or [*general["preserve_prompts"], *general["general_prompts"]]
+    texts = source or [text for listed in read_toml(painting.GENERAL)[0].values() for text in listed]
     usual, multiple = usual_prompt(task.family), task.image_encoder.pixel_multiple
     found: list[SamplePrompt] = []
-    for shape in (SHAPES[number % len(SHAPES)] for number in range(images)):
+    for shape in itertools.cycle(SHAPES):
         width, height = (int(usual.width * side) // multiple * multiple for side in shape)
         default = replace(usual, width=width, height=height, steps=steps or usual.steps)
         read = read_prompts(texts, seed, multiple, default, "prompts")
@@ -118,28 +110,25 @@ def prompts_of(source: str | None, images: int, seed: int, task: ImageLora, step
 
 def generate(config: TrainConfig, options: argparse.Namespace) -> None:
     """Generate the images that are not there yet, and write the dataset's TOML beside their folder."""
-    from library.training.sampling import painting
-    from library.training.tasks.image_lora import ImageLora
-
     dataset = Path(config.dataset.dataset_config)
     dataset.parent.mkdir(parents=True, exist_ok=True)
-    _write_dataset(dataset, dataset.parent, 64)  # until the folder is known, whose name says what made the images
+    write_dataset(dataset, dataset.parent, 64)  # until the folder is known, whose name says what made the images
     task = ImageLora(config)
     with watched():
         task.open()
         task.family.distilled = True
         prompts = prompts_of(options.prompts, options.images, config.training.seed, task, options.distilled_steps)
-        encoders, family, console = (task.image_encoder, task.text_encoder), task.family, task.console
-        config = task.plan.config
-        images = painting.painted_set(config, family, task.base_weights, encoders, dataset.parent, prompts)
+        made_with = task.plan.config, task.family, task.base_weights, (task.image_encoder, task.text_encoder)
+        images = painting.painted_set(*made_with, dataset.parent, prompts)
         if task.accelerator.is_main_process:
-            painting.restore_captions({"prompts": images}, console)
-            console.print(f"training adapter: {painting.describe(prompts)}", soft_wrap=True)
-        painting.paint({"prompts": images}, config, family, task.base_weights, encoders, task.accelerator, console)
-    _write_dataset(dataset, images.folder, max(math.isqrt(prompt.width * prompt.height) for prompt in prompts))
+            painting.restore_captions({"prompts": images}, task.console)
+            task.console.print(f"training adapter: {painting.describe(prompts)}", soft_wrap=True)
+        painting.paint({"prompts": images}, *made_with, task.accelerator, task.console)
+    write_dataset(dataset, images.folder, max(math.isqrt(prompt.width * prompt.height) for prompt in prompts))
 
 
-def _write_dataset(path: Path, images: Path, resolution: int) -> None:
+def write_dataset(path: Path, images: Path, resolution: int) -> None:
+    """Write the TOML of a dataset of one folder of ``images``."""
     general = {"caption_extension": ".txt", "enable_bucket": True, "bucket_no_upscale": True}
     subset = {"image_dir": str(images.resolve())}
     write_text(path, toml_text({"general": general, "datasets": [{"resolution": resolution, "subsets": [subset]}]}))
@@ -152,15 +141,10 @@ def main() -> None:
     options, flags = parser().parse_known_args()
     config = read_config(flags)
     check_distilled(config, options.distilled_steps)
-    from library.training.signals import interruptible
-    from library.training.tasks.image_lora import ImageLora
-    from library.training.trainer import train
-
     with interruptible("what is generated is kept, and the same command goes on from it"):
         generate(config, options)
-    run = train(ImageLora(config))
-    if run.stop_request.exit_code:
-        raise SystemExit(run.stop_request.exit_code)
+    if exit_code := train(ImageLora(config)).stop_request.exit_code:
+        raise SystemExit(exit_code)
     adapter = Path(config.saving.output_dir) / f"{config.saving.output_name}.safetensors"
     print(f'{adapter}: train LoRAs of this model with base_weights = ["{adapter}"], and use them without it')
 

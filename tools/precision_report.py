@@ -207,9 +207,10 @@ import torch
 from library.fidelity.conditioning import as_program_gives
 from library.fidelity.deployed import DeployedWeights, parse_deployment
 from library.fidelity.deployed_parts import complete, fields, settle
-from library.fidelity.distilled import compare_distilled
+from library.fidelity.distilled import ANOTHER, compare_distilled
 from library.fidelity.fixes import FixOptions, fix_table, try_fixes
 from library.fidelity.page import write_distilled, write_report
+from library.fidelity.remedies import of_distilled
 from library.fidelity.report import measure, with_remedies, with_server
 from library.fidelity.runs import prepare_eval_set
 from library.fidelity.server_image import ServerPicture, explain_server
@@ -354,8 +355,12 @@ def _report_distilled(options: argparse.Namespace, console: Console) -> None:
     eval_set = prepare_eval_set(models, plan.prepare(console), REFERENCE, options.steps)
     served = _loras(options.distilled_lora, models, Console(quiet=True))
     found = compare_distilled(models, eval_set, options.distilled_steps, console, served)
-    paths = write_distilled(found, f"{Path(options.model).name}, served as {found.name}", options.save_to)
-    console.print(found.sentence())
+    sources = [lora_source(text) for text in options.lora]
+    can_mend = found.alarm and found.share and len(sources) == 1 and sources[0].ratio == 1
+    first = found.at(1.0).direction < ANOTHER  # strengths, the first remedy, mend no other direction
+    remedies = of_distilled(models, plan.options, sources[0].path)[first:] if can_mend else []
+    paths = write_distilled(found, f"{Path(options.model).name}, served as {found.name}", options.save_to, remedies)
+    console.print(found.sentence(), *(each.words for each in remedies), sep="\n")
     console.print(*map(str, paths), sep="\n")
 
 

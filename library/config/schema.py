@@ -521,8 +521,8 @@ class FlowConfig(Section):
     ] = Field(
         "auto",
         description="how sigmas are drawn; flux_shift and the like follow the size, as these models' samplers do; "
-        "logsnr is normal in log SNR; qinglong mixes both; steps: those of the distilled model's steps alone; auto: as "
-        "the model's scheduler does, with distill_effect steps",
+        "logsnr is normal in log SNR; qinglong mixes both; steps: a distilled model's; auto: as the scheduler does, or "
+        "with distill_effect steps",
     )
     sigmoid_scale: Annotated[float, Field(gt=0), OnlyWith(timestep_sampling=("auto", *_SIGMOIDS, *_MIXED))] = Field(
         1.0, description="spread of sigmoid and of the shifts"

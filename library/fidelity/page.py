@@ -28,6 +28,7 @@ from library.fidelity.figures import (
 )
 from library.fidelity.findings import CAUSES, REMEDIES, as_sentence
 from library.fidelity.fixes import FIX_COLUMNS, fix_rows
+from library.fidelity.remedies import Remedy
 from library.fidelity.report import Report
 from library.files import read_toml, write_text
 
@@ -45,15 +46,17 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     return _write(folder, report.title, _measured(report), report=report, **_shown(report, pictures))
 
 
-def write_distilled(distilled: Distilled, title: str, folder: Path) -> list[Path]:
+def write_distilled(distilled: Distilled, title: str, folder: Path, remedies: Sequence[Remedy]) -> list[Path]:
     """Write ``report.html`` and ``report.json`` of base and distilled model; return their paths."""
     sentence = distilled.sentence()
     shown = {
         "sentence": sentence,
         "pictures": image_rows(distilled.images) if distilled.images else None,
         "strengths": _table(_TABLES["distilled"], distilled.rows),
+        "remedies": [each.words for each in remedies],
     }
-    measured = {"title": title, "distilled": distilled.as_json()}
+    listed = [asdict(each) | {"text": each.words} for each in remedies]
+    measured = {"title": title, "distilled": distilled.as_json(), "remedies": listed}
     return _write(folder, title, measured, headline=sentence, alarm=distilled.alarm, distilled=shown)
 
 

@@ -123,6 +123,19 @@ def costly_remedies(
     ]
 
 
+def of_distilled(models: Models, options: CalibrationOptions, lora: Path) -> list[Remedy]:
+    """Return what makes up for an effect that a distilled model has lost of the base's, the cheapest first.
+
+    ``lora``: at strength 1.
+    """
+    words = [*_model(models), "--distilled", str(models.deployed.path), "--lora", str(lora), *_calibration(options)]
+    command = ("tools/refit_lora.py", *words, "--save_to", SAVE_TO)
+    strengths = "Fit a strength to each kind of layer (tools/refit_lora.py --distilled)."
+    trained = "Train it there, with the base as the teacher of its effect (distill_from, distill_effect)."
+    cost = "two runs of your images for each kind of layer"
+    return [Remedy(strengths, "for-distilled", "lora", command, cost), Remedy(trained, cost="a short training")]
+
+
 def _model(models: Models) -> list[str]:
     """Return the flags of the reference."""
     config = models.config

@@ -35,7 +35,7 @@ from library.fidelity.conditioning import Given, drawn_mask, give, round_latents
 from library.fidelity.serving import Models, Variant
 from library.models.vae import ImageEncoder
 from library.precision.activations import round_timesteps
-from library.training.flow import add_noise, noise_for
+from library.training.flow import add_noise, noise_for, step_velocity
 from library.training.report.progress import counting
 
 
@@ -52,6 +52,7 @@ class EvalSet:
         guidance: given to guidance-distilled models.
         seed: of all noise.
         noise: of each sampling run, [1, C, h, w]; empty where it follows from the seed.
+        parts: small steps, from a noise level to the next of ``sigmas``, whose mean velocity is compared.
     """
 
     batches: Sequence[Batch]
@@ -63,6 +64,7 @@ class EvalSet:
     guidance: float
     seed: int
     noise: Sequence[Tensor] = ()
+    parts: int = 1
 
     def drawn(self, number: int) -> Tensor | None:
         """Return the region that a sample's user drew, [1, H, W] from 0 to 1; None without one."""
@@ -167,10 +169,10 @@ def run_variant(
             batch = each.batch
             at = partial(predict, family, network, batch, guidance, models.dtype)
             velocity = partial(_velocity, at, variant)
-            for sigma in eval_set.sigmas:
+            for sigma, following in itertools.pairwise([*eval_set.sigmas, 0.0]):
                 noise = noise_for(batch.latents, batch.sample_ids, eval_set.seed, round(sigma * 1e6))
                 noisy, _ = add_noise(batch.latents, noise, torch.tensor([sigma]))
-                outcome.velocities[sigma].append(velocity(noisy, sigma)[0].cpu())
+                outcome.velocities[sigma].append(_mean(velocity, noisy, sigma, following, eval_set.parts)[0].cpu())
                 advance(1)
             if not steps:
                 continue
@@ -246,6 +248,14 @@ def _velocity(predict_at: Any, variant: Variant, noisy: Tensor, sigma: float, sc
     ``scale``: timesteps are the noise levels times this.
     """
     return predict_at(noisy, round_timesteps(torch.full((len(noisy),), sigma * scale), variant.timestep))
+
+
+def _mean(velocity: Any, noisy: Tensor, sigma: float, following: float, parts: int) -> Tensor:
+    """Return the velocity at ``sigma``, or of more ``parts`` the mean one of these, on the way to ``following``."""
+    if parts == 1:
+        return velocity(noisy, sigma)
+    ends = torch.tensor([sigma]), torch.tensor([following])
+    return step_velocity(lambda latents, now: velocity(latents, float(now)), noisy, *ends, parts)
 
 
 def _sample(velocity: Any, sigmas: Sequence[float], given: _Input, variant: Variant) -> Iterator[Tensor]:

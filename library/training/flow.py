@@ -24,6 +24,7 @@ from library.randomness import generator
 
 _MOST_DRAWS = 1000  # of preserve_distribution_shape, as in musubi-tuner; what is outside then goes to the nearer end
 NOISE_LEVELS = 5  # of equal width, by which losses are told apart
+STEP_PARTS = 4  # small steps of a base for each step of its distilled model: 16 for 4
 _SMALLEST_SIGMA = 1e-4  # keeps 1/sigma^2 weights finite; a tenth of the finest step of the 1000-step schedule
 
 
@@ -74,16 +75,16 @@ def sample_sigmas(
     """
     generators = [generator("sigma", *key, i) for i in sample_ids]
 
+    if levels:
+        uniform = torch.stack([torch.rand((), generator=g) for g in generators])
+        return torch.tensor(levels)[(uniform * len(levels)).long()]
+
     def draw() -> Tensor:
         normal = torch.stack([torch.randn((), generator=g) for g in generators])
         uniform = torch.stack([torch.rand((), generator=g) for g in generators])
-        if levels:
-            return torch.tensor(levels)[(uniform * len(levels)).long()]
         return SAMPLERS[flow.timestep_sampling](flow, normal, uniform, tokens)
 
     sigmas = draw()
-    if levels:
-        return sigmas
     low, high = flow.min_timestep / 1000, flow.max_timestep / 1000
     if not flow.preserve_distribution_shape:
         return (low + (high - low) * sigmas).clamp(_SMALLEST_SIGMA, 1.0)
@@ -210,6 +211,24 @@ def noisy_latents(
     noise = noise_for(latents, sample_ids, *key)
     noisy, velocity = add_noise(latents, noise, sigmas, perturbation_for(flow, latents, sample_ids, *key))
     return noisy, velocity, sigmas
+
+
+def step_velocity(
+    velocity: Callable[[Tensor, Tensor], Tensor], noisy: Tensor, sigmas: Tensor, following: Tensor, parts: int
+) -> Tensor:
+    """Return the velocity of one large step that leads where ``parts`` small ones lead, like ``noisy``.
+
+    That is what a distilled model predicts (progressive distillation, arXiv 2202.00512, section 3).
+
+    Args:
+        velocity: of latents [B, C, h, w] at noise levels [B].
+        noisy: where the step begins.
+        sigmas, following: [B], where it begins and ends.
+    """
+    latents, part = noisy, (following - sigmas) / parts  # [B]
+    for number in range(parts):
+        latents = latents + part.to(noisy).view(-1, 1, 1, 1) * velocity(latents, sigmas + number * part)
+    return (latents - noisy) / (following - sigmas).to(noisy).view(-1, 1, 1, 1)
 
 
 def loss_weights(flow: FlowConfig, sigmas: Tensor) -> Tensor:

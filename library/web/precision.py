@@ -32,6 +32,7 @@ RECIPES = {
     "int8_row": "int8: 8 bits, scaled by row",
     "int8_convrot": "int8 ConvRot: 8 bits, the closest to the original",
     "nvfp4": "nvfp4: 4 bits, for RTX 50",
+    "distilled": "no rounding: is the LoRA as strong on the distilled (turbo) model?",
 }
 _TOOLS = {f"tools/{name}.py" for name in ("quantize_model", "convert_lora", "refit_lora", "precision_report")}
 _REPORT = "report/report.json"  # in a job's folder
@@ -88,14 +89,15 @@ def start(site: Site, request: Request, form: Form) -> Response:
         raise UserError(f"served {deploy!r}: is none of {', '.join(RECIPES)}; reload the screen")
     run, dataset = settings_of(lora.parent), site.roots.find(given["dataset"])
     refuse_outside(site, dataset, read_toml(dataset)[0])
-    if deploy == "file":
+    flag = "--distilled" if deploy == "distilled" else "--deploy"
+    if deploy in ("file", "distilled"):
         deploy = str(site.roots.find(given["file"]))
         shown = Path(deploy).name
     strength = given.get("strength") or "1"
-    words = ["tools/precision_report.py", *model_words(site, lora, given), "--deploy", deploy]
+    words = ["tools/precision_report.py", *model_words(site, lora, given), flag, deploy]
     words += ["--lora", site.roots.show(lora) + (f":{strength}" if float_of(strength, "strength") != 1 else "")]
     words += ["--dataset_config", given["dataset"], "--save_to", "{job}/report"]
-    for key in ("server", "images", "steps", "guidance_scale"):
+    for key in (*(("server",) if flag == "--deploy" else ()), "images", "steps", "guidance_scale"):
         words += [f"--{key}", given[key]] if given.get(key) else []
     words += ["--masked_loss"] if run.get("masked_loss") else []
     with suppress(UserError):  # a cache elsewhere is made anew, beside the images
@@ -141,14 +143,16 @@ def again(site: Site, request: Request, form: Form) -> Response:
     """Queue the report once more, on the file that a remedy made."""
     (job, _, chosen), file = _remedy_of(site, form), site.roots.find(str(form["file"]))
     words = list(job.words)
-    if kind_of(file) == "lora":
+    if "--distilled" in words:
+        words += ["--distilled_lora", site.roots.show(file)]
+    elif kind_of(file) == "lora":
         first = words[words.index("--reference_lora" if "--reference_lora" in words else "--lora") + 1]
         words += ["--lora", site.roots.show(file), "--reference_lora", first]
     else:
         words += ["--deploy", site.roots.show(file)]
     words += [*chosen["again"], "--save_to", "{job}/report"]
-    off = job.read(_REPORT)["deployment"]
-    record = job.read("asked.json") | {"was": off["image"] or off["velocity"]}
+    off = job.read(_REPORT).get("deployment")
+    record = job.read("asked.json") | ({"was": off["image"] or off["velocity"]} if off else {})
     return _add(site, f"{file.name}, instead of {job.title}", words, record)
 
 

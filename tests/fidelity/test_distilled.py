@@ -7,11 +7,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import library.fidelity.distilled as distilled
 import tools.precision_report as precision_report
 import tools.quantize_model as quantize_model
 import tools.refit_lora as refit_lora
@@ -22,6 +24,7 @@ from library.fidelity.deployed import DeployedWeights
 from library.fidelity.distilled import EQUAL, MOST, Distilled, compare_distilled, equal_strength
 from library.fidelity.runs import prepare_eval_set
 from library.fidelity.serving import REFERENCE, Models
+from library.fidelity.strengths import solve_strengths
 from library.models.flux.files import FLUX_TARGETS
 from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.adapters import load_lora
@@ -34,6 +37,12 @@ from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
 QUIET = Console(quiet=True)
 FLUX_LAST, Z_LAST = "single_transformer_blocks.0.proj_out", "layers.1.feed_forward.w2"
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planted is planted in single answers, so the base takes each step of the distilled model as a whole."""
+    monkeypatch.setattr(distilled, "STEP_PARTS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +100,18 @@ def test_on_the_base_itself_the_lora_is_as_strong(base: Path, dataset: Path) -> 
     assert [*found.images] == ["base", "base + LoRA", "distilled", "distilled + LoRA"]
 
 
+def test_the_base_takes_small_steps_for_each_of_the_distilled_models(
+    base: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over whole steps the base is its own distilled model, over small ones it is not, in pictures neither."""
+    found = {}
+    for parts in (1, 2):
+        monkeypatch.setattr(distilled, "STEP_PARTS", parts)
+        found[parts] = compared(base, base, dataset, update(base, FLUX_LAST, 0.5)).at(1.0)
+    assert found[1].error < 1e-3 < found[2].error
+    assert found[2].picture != pytest.approx(1, abs=1e-3)
+
+
 def test_an_effect_that_is_halved_is_found_halved_and_the_equal_strength_is_two(
     base: Path, dataset: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +135,34 @@ def test_another_lora_on_the_distilled_model_is_measured_against_the_bases(
     found = compared(base, turbo, dataset, own, steps=0, served=other)
     assert found.equal == 1.0
     assert found.at(1.0).error < 0.05
+
+
+def test_the_reports_command_makes_up_for_what_the_distilled_model_lost_by_strengths_of_kinds(
+    base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    turbo = changed(base, tmp_path / "turbo", "proj_out.weight", lambda weight: weight / 2)
+    own, lora, fitted = update(base, FLUX_LAST, 0.02), tmp_path / "lora.safetensors", tmp_path / "fitted.safetensors"
+    save_adapter(lora, own, FLUX_TARGETS)
+    words = ["--model", base, "--distilled", turbo, "--lora", lora, "--dataset_config", dataset, "--images", 2]
+    call(precision_report, *words, "--steps", 0, "--save_to", tmp_path / "report")
+    remedies = json.loads((tmp_path / "report/report.json").read_text())["remedies"]
+    tool, *command = remedies[0]["command"]
+    assert tool == "tools/refit_lora.py"
+    call(refit_lora, *(fitted if word == "{save_to}" else word for word in command))
+    weights = load_lora(fitted, FLUX_TARGETS).weights
+    assert float(weights[FLUX_LAST].delta().norm() / own[FLUX_LAST].delta().norm()) == pytest.approx(2, rel=0.05)
+    found = compared(base, turbo, dataset, own, steps=0, served=weights).at(1.0)
+    assert found.size == pytest.approx(1, abs=EQUAL)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.3])
+def test_strengths_are_the_least_squares_ones(damping: float) -> None:
+    draws = np.random.default_rng(1)
+    slopes, now, wanted = draws.normal(size=(60, 4)), draws.normal(size=60), draws.normal(size=60)
+    solved = solve_strengths(*map(torch.from_numpy, (slopes, now, wanted)), damping=damping).numpy()
+    weight = (damping * np.square(slopes).sum(axis=0).mean()) ** 0.5
+    rows = np.vstack([slopes, weight * np.eye(4)]), np.append(wanted - now, np.zeros(4))
+    np.testing.assert_allclose(solved, np.linalg.lstsq(*rows, rcond=None)[0], rtol=1e-9)
 
 
 def test_an_effect_of_another_direction_is_not_scaled(base: Path, dataset: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from library.training.flow import (
     sample_losses,
     sample_sigmas,
     shift_sigmas,
+    step_velocity,
 )
 from tests.tiny_qwen import tiny_qwen_scheduler
 
@@ -185,6 +186,18 @@ def test_steps_draws_the_noise_levels_of_the_distilled_models_steps_equally_ofte
     drawn = sample_sigmas(FlowConfig(timestep_sampling="steps"), IDS, 256, 0, 0, levels=levels)
     shares = [float((drawn == level).float().mean()) for level in levels]
     assert shares == pytest.approx([0.25] * 4, abs=4 * (0.25 * 0.75 / len(IDS)) ** 0.5)  # binomial: four deviations
+
+
+def test_a_large_steps_velocity_leads_where_the_small_ones_lead() -> None:
+    """dx/ds = x and dx/ds = s by Euler's method in n parts of h: factors (1 + h)^n, and a sum over the levels."""
+    noisy = torch.randn(2, 16, 4, 4, dtype=torch.float64)
+    sigmas, following = torch.tensor([1.0, 0.5]).double(), torch.tensor([0.6, 0.0]).double()
+    part = ((following - sigmas) / 4).view(-1, 1, 1, 1)
+    growing = step_velocity(lambda x, _: x, noisy, sigmas, following, 4)
+    torch.testing.assert_close(growing, noisy * ((1 + part) ** 4 - 1) / (4 * part))
+    level = step_velocity(lambda x, now: now.view(-1, 1, 1, 1).expand_as(x), noisy, sigmas, following, 4)
+    mean = (sigmas + 1.5 * (following - sigmas) / 4).view(-1, 1, 1, 1)
+    torch.testing.assert_close(level, mean.expand_as(noisy))
 
 
 def test_noisy_latents_and_velocity_are_the_two_ends_of_one_line() -> None:

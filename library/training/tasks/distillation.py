@@ -17,7 +17,10 @@ With the squared error, learning from a mixture of both is learning the mixed ve
 Trained on a distilled model (Z-Image-Turbo) with its base as the teacher, the teacher's velocities would undo what the
 model was distilled to. There the target is the LoRA's effect (``distill_effect``): what the base answers with the LoRA
 less what it answers without, added to what the model in training answers without one. That model is loaded first, for
-its own answers, and freed before the teacher comes.
+its own answers, and freed before the teacher comes. A step of a distilled model stands for many small ones, so with
+``timestep_sampling = "steps"`` the base's answers are means over these, too (:func:`step_velocity`): the effect at the
+noise level where a step begins is another (on the built-in pair a cosine of 0.84 apart in the first step), and a LoRA
+that learns that one makes images that are further from the base's.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from library.precision.recipe import WeightLoader, plan_base
 from library.processes import agreed
 from library.safetensors_io import is_complete, write_safetensors
 from library.training.checkpoint.state import start_position
-from library.training.flow import noisy_latents
+from library.training.flow import STEP_PARTS, noisy_latents, step_levels, step_velocity
 from library.training.plan import base_dtype
 from library.training.report.progress import counting
 from library.training.tasks.image_step import Teacher
@@ -180,10 +183,17 @@ def _velocity(
     """Return the velocities at the noise and noise levels of the ``student``'s ``FlowStep.loss`` at ``step``."""
     flow = config.flow
     noisy, _, sigmas = noisy_latents(flow, student, batch.latents, batch.sample_ids, config.training.seed, step)
-    with accelerator.autocast():
-        return family.predict_velocity(
-            transformer, noisy, sigmas.to(noisy.device), batch.text, flow.guidance_scale, batch.conditions
-        )
+
+    def velocity(latents: Tensor, sigmas: Tensor) -> Tensor:
+        given = latents, sigmas.to(noisy.device), batch.text, flow.guidance_scale, batch.conditions
+        with accelerator.autocast():
+            return family.predict_velocity(transformer, *given)
+
+    levels = step_levels(flow, student, noisy.shape[-2] * noisy.shape[-1] // student.patch_size**2)
+    if family is student or not (levels and config.distillation.distill_effect):
+        return velocity(noisy, sigmas)
+    following = torch.tensor([*levels[1:], 0.0])[torch.searchsorted(-torch.tensor(levels), -sigmas)]
+    return step_velocity(velocity, noisy, sigmas, following, STEP_PARTS)
 
 
 def _write(teacher: Teacher, batch: Batch, step: int, velocity: Tensor) -> None:

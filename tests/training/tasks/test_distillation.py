@@ -73,12 +73,14 @@ def test_the_answers_are_the_bf16_models_at_the_runs_own_noise(
 
 
 def test_on_a_distilled_model_the_answers_are_its_own_with_the_loras_effect_on_the_teacher(
-    base: Path, dataset: Path, liked: Path, tmp_path: Path
+    base: Path, dataset: Path, liked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parts come from runs of their own: the teacher with the LoRA, both models with one that changes nothing.
 
-    All see the noise levels of the distilled model's steps, which those with ``distill_effect`` choose by themselves.
+    All see the noise levels of the distilled model's steps, which those with ``distill_effect`` choose by themselves;
+    the teacher takes each step as a whole.
     """
+    monkeypatch.setattr(distillation, "STEP_PARTS", 1)
     turbo = tmp_path / "turbo"
     shutil.copytree(base, turbo)
     file = turbo / "transformer" / "diffusion_pytorch_model.safetensors"
