@@ -239,6 +239,11 @@ class CachedDataset(Dataset[Item]):
     def __len__(self) -> int:
         return len(self.buckets)
 
+    def regularisation_items(self) -> list[int]:
+        """Return an item of each regularisation image that the first epoch sees."""
+        pairs = enumerate(self.samples)
+        return [int(self._first[i]) for i, sample in pairs if sample.settings.is_reg and sample.repeats]
+
     def samples_of(self, sample_ids: Sequence[int]) -> list[Sample]:
         """Return the samples with these ids, in their order; for messages: all ids are computed for it."""
         repeated = ((sample, repeat) for sample in self.samples for repeat in range(max(1, sample.repeats)))

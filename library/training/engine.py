@@ -64,6 +64,7 @@ class Engine:
         optimizer, schedule: as prepared.
         parameters: what is trained; of split weights the part that lies here.
         average: of the parameters, None without ``ema_decay``.
+        preconditioner: what changes the optimizer's steps, of which a state keeps it; None where nothing does.
         pipeline: None where one process has the whole model.
         graphs: of forward and backward (:meth:`capture_steps`); None where every step runs eagerly.
         is_whole: False only while :meth:`update` or :meth:`settle` runs, and after one of them failed half-way: then
@@ -79,6 +80,7 @@ class Engine:
     schedule: LRScheduler
     parameters: Sequence[nn.Parameter]
     average: WeightAverage | None = None
+    preconditioner: Stateful | None = None
     pipeline: Pipeline | None = None
     graphs: StepGraphs | None = None
     needs_base = False
@@ -316,6 +318,8 @@ class Engine:
             parts["scaler"] = self.accelerator.scaler
         if self.average is not None:
             parts["average"] = self.average
+        if self.preconditioner is not None:
+            parts["preconditioner"] = self.preconditioner
         return parts
 
     @contextmanager

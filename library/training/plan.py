@@ -23,6 +23,7 @@ from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
 from library.config.family_defaults import FAMILY, family_defaults, settle
 from library.config.markers import options, split_pairs
 from library.config.model_types import MODEL_TYPES, ConditionKind
+from library.config.optimizer_types import optimizer_named
 from library.config.pretrain_schema import LLMOptimizerConfig, PretrainConfig
 from library.config.schema import (
     FlowConfig,
@@ -150,7 +151,7 @@ def resolve_images(config: TrainConfig, family: Family) -> ImagePlan:
         flow = flow.model_copy(update={"timestep_sampling": "steps"})  # where the LoRA acts; others are never sampled
     settled = {
         "flow": resolve_sampling(flow, family),
-        "preservation": resolve_preservation(config.preservation, dataset, family.conditioning),
+        "preservation": resolve_preservation(config, dataset, family.conditioning),
     }
     plan = resolve(config.model_copy(update=settled), family.targets)
     return ImagePlan(plan.config, plan.dtype, plan.network, dataset)
@@ -165,14 +166,19 @@ def _refuse_among_images(output: Path, dataset: DatasetConfig) -> None:
             raise UserError(f"output_dir: {output} holds images of the dataset, no place for plots; choose another")
 
 
-def resolve_preservation(
-    config: PreservationConfig, dataset: DatasetConfig, conditioning: ConditionKind
-) -> PreservationConfig:
-    """Return ``config`` with what ``preserve`` means where no key says it.
+_DIRECTIONS = 32  # of a layer's inputs, where nobody says how many
+
+
+def resolve_preservation(run: TrainConfig, dataset: DatasetConfig, conditioning: ConditionKind) -> PreservationConfig:
+    """Return the section with what ``preserve`` means where no key says it.
 
     Without a kind of sample that preserves it is images of general prompts, or of a model that is given images, the
-    blank prompt; the other general prompts are measured with it.
+    blank prompt; the other general prompts are measured with it. Directions are kept where they can be.
+
+    Raises:
+        UserError: they are asked for where they cannot.
     """
+    config = run.preservation
     preserves, paints = config.preserve != "none", conditioning == "none"
     values: dict[str, object] = {}
     if config.general_prompts == "auto":
@@ -181,7 +187,32 @@ def resolve_preservation(
     subsets = [subset.settings for each in dataset.datasets for subset in each.subsets]
     if preserves and not any(named) and not any(each.is_reg or each.preserve_class for each in subsets):
         values |= {"preserve_prompts": "general"} if paints else {"preserve_blank": True}
+    general = bool(values.get("preserve_prompts", config.preserve_prompts)) or any(each.is_reg for each in subsets)
+    reason = why_no_directions(run, general)
+    if config.preserve_directions and reason:
+        raise UserError(f"preserve_directions: {reason}; remove it")
+    if config.preserve_directions is None:
+        values["preserve_directions"] = _DIRECTIONS if preserves and not reason else 0
     return config.model_copy(update=values)
+
+
+def why_no_directions(run: TrainConfig, general: bool) -> str | None:
+    """Return why no directions of inputs can be kept, ``general``: whether there are general images; None if they can.
+
+    See ``library.training.optim.preconditioning``: it takes the whole of A, in fp32, from an optimizer that follows
+    gradients alone.
+    """
+    network, optimizer = run.network, optimizer_named(run.optimizer.optimizer_type)
+    reasons = {
+        "they are those of regularisation images or preserve_prompts, and there are neither": not general,
+        "they are a lora's and a dora's": network.network_type not in ("lora", "dora"),
+        "pissa's A is the base weights'": network.init_lora_weights != "default",
+        "the transformer is not trained": network.network_train_text_encoder_only,
+        "they need weights in fp32": run.training.full_bf16,
+        "they need the whole model in each process": run.parallel.splits_model or run.parallel.zero,
+        f"{run.optimizer.optimizer_type} averages its own weights": optimizer is not None and optimizer.averages,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfig) -> torch.dtype:

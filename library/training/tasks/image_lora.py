@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -71,6 +72,8 @@ from library.training.memory.budget import recompute_blocks
 from library.training.memory.dry_run import fit_memory
 from library.training.memory.fake_cuda import cache_folder
 from library.training.memory.policy import advice
+from library.training.optim.factory import unwrapped
+from library.training.optim.preconditioning import Directions, InputPreconditioner, leading_directions
 from library.training.parallel.parallelize import ParallelSpec, devices_to_fill, place_blocks
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
 from library.training.plan import ImagePlan, resolve_images
@@ -94,6 +97,8 @@ from networks.network import AdapterNetwork, inject_adapter
 
 # by train_on
 STEPS: Mapping[str, type[FlowStep]] = {"images": FlowStep, "preferences": PreferenceStep, "slider": SliderStep}
+_GENERAL_IMAGES, _DRAWS = 16, 2  # that directions are measured on, each at so many noise levels
+MEASURING = "measuring what general images use"
 
 
 class ImageLora(LoraTask):
@@ -108,6 +113,7 @@ class ImageLora(LoraTask):
         base_weights: LoRAs that are merged into the base as it is loaded.
         step: the forward pass.
         general: prompts by which changes elsewhere are measured, and what the base paints of them.
+        preconditioner: keeps what general images use most of the layers' inputs; None without ``preserve_directions``.
     """
 
     metric: ClassVar[str] = "sigma_mean"
@@ -128,6 +134,7 @@ class ImageLora(LoraTask):
     teacher: Teacher | None = None
     general: painting.PaintedSet | None = None
     sampler: ImageSampler | None = None
+    preconditioner: InputPreconditioner | None = None
     rings: Sequence[Ring] = ()
 
     def open(self, state: str | None = None) -> None:
@@ -172,7 +179,9 @@ class ImageLora(LoraTask):
         self.base_fingerprint, self.base_parts = family.fingerprint(), family.other_parts()
         self.text_fingerprint = self.text_encoder.weights_fingerprint if self.plan.network.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
-        self.resume_keys = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}
+        directions = {"preserve_directions": config.preservation.preserve_directions}
+        merged = {"base_weights": self.base_weights.fingerprint()}
+        self.resume_keys = resume_keys(config) | trained_text | merged | directions
         self._say_defaults()
         if raw_config.flow.timestep_sampling == "auto" and family.files.scheduler is None:
             kind, (*_, how) = "the distilled" if family.distilled else "the", family.own_sampling().items()
@@ -335,7 +344,10 @@ class ImageLora(LoraTask):
         self.teacher = prepare_teacher(config, self.state, self.data, self.accelerator, console)
         self.preparation.begin(LOADING)
         self.load_networks()
+        directions = self._leading_directions()
         self.wrap_networks()
+        if self.preconditioner is not None and directions:
+            self.preconditioner.set(directions, start=config.network.network_weights is None)
         self._hold_out()
         samples, writes = self.names.folder / "samples", self.accelerator.is_main_process
         self.sampler = build_sampler(
@@ -415,6 +427,29 @@ class ImageLora(LoraTask):
         if self.devices:
             self.console.print(place_blocks(transformer, blocks, self.devices))
 
+    def _leading_directions(self) -> dict[str, Directions]:
+        """Return what general images use most of each layer's inputs; of a resumed run the state has it."""
+        preservation, seed, data = self.plan.config.preservation, self.plan.config.training.seed, self.data.train
+        if not preservation.preserve_directions or self.state is not None:
+            return {}
+        step = FlowStep(self.family, self.plan.config.flow, seed, self.text_encoders, network=self.network)
+        items = data.regularisation_items()
+        chosen = items[:: math.ceil(len(items) / _GENERAL_IMAGES)]
+
+        def answer_all() -> None:
+            for item in chosen:
+                batch = collate([data[0, item]]).to(self.accelerator.device)
+                for draw in range(_DRAWS):
+                    given = step.inputs(batch, draw)
+                    step.frozen_answers(self.transformer, given, given.frozen_rows)
+                    advance(1)
+
+        with counting(self.console) as start, self.accelerator.autocast():
+            advance = start(MEASURING, 2 * _DRAWS * len(chosen))  # each is looked at twice
+            names = self.network.component(self.network.targets.file_prefix).modules
+            found = leading_directions(self.transformer, names, answer_all, preservation.preserve_directions, seed)
+        return {name: Directions(*broadcast(list(directions))) for name, directions in found.items()}
+
     def _load_shown(self) -> nn.Module:
         """Read the transformer that samples are made with into host memory, as the base was loaded."""
         config, shown = self.plan.config, self.shown
@@ -442,6 +477,15 @@ class ImageLora(LoraTask):
         check_microbatches(config.parallel, max(sizes.values()))
         self.batches, self.loader = training_loader(self.data, config.dataset, self.accelerator, self.console)
         self._wrap(config.model_copy(update={"training": self.training}), "some" if len(sizes) > 1 else "one")
+        if count := config.preservation.preserve_directions:
+            layers = self.network.component(self.network.targets.file_prefix).modules
+            downs = {
+                name: part
+                for name, layer in layers.items()
+                if (part := layer.trained().get("lora_A.weight")) is not None
+            }
+            self.preconditioner = self.engine.preconditioner = InputPreconditioner(downs, count)
+            self.preconditioner.attach(unwrapped(self.engine.optimizer))
         self.loader = RaisingLoader(self.loader)
         outside = config.training.prior_loss_weight if config.preservation.preserve_outside_mask else 0.0
         lockstep = config.preservation.preserve != "none" and config.parallel.gathers_weights

@@ -157,7 +157,7 @@ class FlowStep:
         """Return :meth:`loss` of its inputs: operations on the device alone, the same for inputs of the same shapes."""
         target = frozen = given.target
         if given.frozen_rows is not None:
-            frozen = self._frozen_answers(model, given, given.frozen_rows)
+            frozen = self.frozen_answers(model, given, given.frozen_rows)
         if given.preserves is not None:
             target = torch.where(given.preserves.view(-1, 1, 1, 1), frozen, target)
         velocity = self._velocity(model, given.noisy, given.sigmas, given.text, given.conditions)
@@ -183,7 +183,7 @@ class FlowStep:
         with torch.no_grad(), self.network.bypassed():
             return self.text(batch if len(rows) == len(batch.sample_ids) else batch.rows(rows))
 
-    def _frozen_answers(self, model: nn.Module, given: StepInputs, rows: Tensor) -> Tensor:
+    def frozen_answers(self, model: nn.Module, given: StepInputs, rows: Tensor) -> Tensor:
         """Return v_0 of the samples ``rows`` [n], [B, C, h, w]; of the others their target."""
         assert self.network is not None
 
