@@ -33,7 +33,7 @@ from bench.painting import Pixels, background, coverage, paint, paint_shape, pai
 from bench.tiny_runs import ROOT, mean_and_spread, run
 
 MODEL, DEMO = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "demo_dataset"
-IMAGES, STEPS, EVERY, BATCH = 16, 100, 50, 2
+IMAGES, STEPS, EVERY, BATCH = 16, 100, 25, 2
 FLAGS = {
     "pretrained_model_name_or_path": MODEL,
     "network_dim": 16,
@@ -111,13 +111,15 @@ PAINTED = {"preserve": "prior", "preserve_prompts": DEMO / "preserve.txt"}
 
 def ways(word: str) -> dict[str, tuple[str, dict[str, object]]]:
     """Return way -> dataset TOML and options; ``word`` is what the subject's class is called."""
-    shared = {"preserve_share": 0.4, "prior_loss_weight": 2}
     outside = {"masked_loss": True, "preserve": "prior", "preserve_outside_mask": True}
+    samples = {"preserve_directions": 0, "prior_loss_weight": 2}
     return {
         PLAIN: ("plain", {}),
         "regularisation images": ("regularised", {}),
-        "prior": ("plain", PAINTED | shared),
-        "class word": ("plain", {"preserve": "prior", "preserve_class": word} | shared),
+        "prior": ("plain", PAINTED),
+        "prior, weight 2": ("plain", PAINTED | {"prior_loss_weight": 2}),
+        "prior, samples alone": ("plain", PAINTED | samples),
+        "class word": ("plain", {"preserve": "prior", "preserve_class": word, "prior_loss_weight": 2}),
         MASKED: ("masked", {"masked_loss": True}),
         "masked, prior outside": ("masked", outside),
     }

@@ -269,7 +269,7 @@ class PreservationConfig(Section):
         "general",
     )
     preserve_share: Annotated[float, Field(gt=0, lt=1), _PRESERVED] = Field(
-        0.2, description="share of an epoch's samples that preserve, divided evenly among the kinds of them"
+        0.4, description="share of an epoch's samples that preserve, divided evenly among the kinds of them"
     )
     preserve_class: Annotated[str | None, _PRESERVED] = Field(
         None,
