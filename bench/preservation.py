@@ -25,11 +25,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import matplotlib.pyplot as plt
 import numpy as np
+import torch
+from diffusers import FluxPipeline
 from PIL import Image
 
 from bench.measure import Table, benchmark_parser, finish
-from bench.painting import Pixels, background, coverage, paint, paint_shape, paint_zorbo, to_image
+from bench.painting import COLOURS, SHAPES, Pixels, background, coverage, paint, paint_shape, paint_zorbo, to_image
 from bench.tiny_runs import ROOT, mean_and_spread, run
 
 MODEL, DEMO = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "demo_dataset"
@@ -136,10 +139,67 @@ def at(curve: Curve, loss: float) -> np.ndarray:
     return curve[:, i] + share * (curve[:, i + 1] - curve[:, i])
 
 
+class ZeroShot:
+    """How often the model still knows what is in an image, asked in diffusers alone.
+
+    Open-world forgetting is measured so by Laria et al. (arXiv 2410.14159): of several captions the one with the lowest
+    denoising error is the answer. Here four name another shape or another colour each; a guess is right in a quarter.
+    """
+
+    SIGMAS, CHOICES, COUNT = (0.5, 0.7, 0.85), 4, 32
+
+    def __init__(self) -> None:
+        rng, self.pipe = np.random.default_rng(5), FluxPipeline.from_pretrained(str(MODEL), torch_dtype=torch.float32)
+        self.pipe.set_progress_bar_config(disable=True)
+        self.images, self.captions = [], []
+        colours, shapes = [name for name in COLOURS if name not in ("black", "white", "gray")], list(SHAPES)
+        for number in range(self.COUNT):
+            shape, colour, behind = str(rng.choice(shapes)), *map(str, rng.choice(colours, 2, replace=False))
+            image = np.broadcast_to(np.asarray(COLOURS[behind], np.float32), (128, 128, 3)).copy()
+            paint_shape(image, shape, (64, 64), rng.uniform(26, 40), COLOURS[colour])
+            self.images.append(torch.from_numpy(image).permute(2, 0, 1) * 2 - 1)
+            others = [one for one in (shapes if number % 2 else colours) if one not in (shape, colour, behind)]
+            wrong = list(map(str, rng.choice(others, self.CHOICES - 1, replace=False)))
+            pairs = [(shape, colour), *((w, colour) if number % 2 else (shape, w) for w in wrong)]
+            self.captions.append([f"a {c} {s} on a {behind} background" for s, c in pairs])
+
+    @torch.no_grad()
+    def accuracy(self, lora: Path | None) -> float:
+        """Return the share of right answers, with a LoRA."""
+        pipe, right, drawn = self.pipe, 0, torch.Generator().manual_seed(6)
+        if lora is not None:
+            pipe.load_lora_weights(str(lora))
+        vae, config = pipe.vae, pipe.vae.config
+        for image, captions in zip(self.images, self.captions, strict=True):
+            clean = (vae.encode(image[None]).latent_dist.mode() - config.shift_factor) * config.scaling_factor
+            text, pooled, text_ids = pipe.encode_prompt(captions, None, max_sequence_length=64)
+            count, (_, channels, height, width) = len(captions), clean.shape
+            ids = pipe._prepare_latent_image_ids(1, height // 2, width // 2, "cpu", torch.float32)
+            errors = torch.zeros(count)
+            for sigma in self.SIGMAS:
+                noise = torch.randn(clean.shape, generator=drawn)
+                packed = [pipe._pack_latents(x, 1, channels, height, width) for x in (noise, clean)]
+                noisy = sigma * packed[0] + (1 - sigma) * packed[1]
+                levels, guidance = torch.full((count,), sigma), torch.full((count,), 3.5)
+                found = pipe.transformer(
+                    noisy.expand(count, -1, -1), text, pooled, levels, ids, text_ids, guidance, return_dict=False
+                )[0]
+                errors += (found - (packed[0] - packed[1])).square().mean((1, 2))
+            right += int(errors.argmin() == 0)
+        if lora is not None:
+            pipe.unload_lora_weights()
+        return right / self.COUNT
+
+
+def run_folder(folder: Path, case: tuple[str, int], way: str) -> Path:
+    """Return where the run of a subject and seed is."""
+    return folder / "runs" / f"{case[0]}-{way}-{case[1]}"
+
+
 def train(folder: Path, name: str, way: str, seed: int) -> Curve:
     """Train one LoRA; return how its validations went."""
     dataset, options = ways(SUBJECTS[name][2])[way]
-    data, output = folder / name / f"{dataset}.toml", folder / "runs" / f"{name}-{way}-{seed}"
+    data, output = folder / name / f"{dataset}.toml", run_folder(folder, (name, seed), way)
     own = FLAGS | options | {"dataset_config": data, "cache_directory": folder / "cache"}
     run("train_lora.py", **own, output_dir=output, seed=seed)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -149,8 +209,8 @@ def train(folder: Path, name: str, way: str, seed: int) -> Curve:
     return np.array([seconds, *([line[key] for line in found] for key in ("val_loss", "val_prior_loss"))])
 
 
-def rows_of(found: Mapping[str, Mapping[tuple[str, int], Curve]]) -> list[dict[str, Any]]:
-    """Return a row for each way: means over subjects and seeds."""
+def rows_of(found: Mapping[str, Mapping[tuple[str, int], Curve]], known: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return a row for each way: means over subjects and seeds, with the words that are ``known`` after each way."""
     cases, rows = list(found[PLAIN]), []
     for way, curves in found.items():
         beside = {other: c for other, c in found.items() if other.startswith("masked") == way.startswith("masked")}
@@ -166,13 +226,29 @@ def rows_of(found: Mapping[str, Mapping[tuple[str, int], Curve]]) -> list[dict[s
             "elsewhere": ends[:, 2, 1].mean(),
             "equal": equal[:, 2].mean(),
             "time": shares[:, 0].mean(),
+            "words": known[way],
+            "curve": np.mean([curves[case] for case in cases], axis=0).tolist(),
         }
         rows.append(row | mean_and_spread("share", shares[:, 2].tolist()))
     return rows
 
 
 COLUMNS = {"way": "<24", "learnt": "8.3f", "elsewhere": "10.4f", "equal": "8.4f", "share": "8.2f"}
-COLUMNS |= {"share_spread": "13.2f", "time": "8.2f"}
+COLUMNS |= {"share_spread": "13.2f", "time": "8.2f", "words": "8.2f"}
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw what was changed elsewhere against what was learnt, a point a validation, and both over time."""
+    figure, (against, over) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for number, row in enumerate(rows):
+        seconds, loss, elsewhere = map(np.array, row["curve"])
+        against.plot(loss[0] - loss, elsewhere, "o-", color=f"C{number}", label=row["way"])
+        over.plot(seconds, loss[0] - loss, "o-", color=f"C{number}")
+        over.plot(seconds, elsewhere, "o:", color=f"C{number}")
+    against.set(xlabel="learnt: decrease of the held-out loss", ylabel="changed elsewhere")
+    over.set(xlabel="seconds of training", ylabel="learnt (solid), changed elsewhere (dotted)")
+    against.legend()
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
@@ -180,6 +256,8 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--ways", nargs="+", choices=ways("circle"), default=list(ways("circle")))
+    parser.add_argument("--picture", type=Path, help="PNG of the curves to write")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a core each (default: %(default)s)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -191,14 +269,20 @@ def main() -> None:
         own = FLAGS | PAINTED | {"dataset_config": data, "cache_directory": folder / "cache"}
         run("tools/cache_dataset.py", **own)
         painted = time.perf_counter() - started
-        names = list(ways("circle"))
+        names = options.ways
         cases = [(name, seed) for name in options.subjects for seed in range(1, options.seeds + 1)]
         with ThreadPoolExecutor(options.jobs) as pool:  # each waits for a process of its own
             waiting = {(w, case): pool.submit(train, folder, case[0], w, case[1]) for case in cases for w in names}
             found = {way: {case: waiting[way, case].result() for case in cases} for way in names}
-    table = Table(COLUMNS)
-    for row in rows_of(found):
+        zero_shot = ZeroShot()
+        files = {way: [run_folder(folder, case, way) / "lora.safetensors" for case in cases] for way in names}
+        known = {way: float(np.mean([zero_shot.accuracy(file) for file in files[way]])) for way in names}
+    table, rows = Table(COLUMNS), rows_of(found, known)
+    for row in rows:
         table.add(row)
+    print(f"words known without a LoRA: {zero_shot.accuracy(None):.2f}")
+    if options.picture:
+        draw(rows, options.picture)
     print(f"painting {len((DEMO / 'preserve.txt').read_text().splitlines())} images and caching: {painted:.0f} s")
     ratios = {f"elsewhere, {row['way']}": row["share"] for row in table.rows}
     finish(table.rows, ratios, options.json)
