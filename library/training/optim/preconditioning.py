@@ -159,20 +159,23 @@ class _Sketch:
         self.size = min(count, self.features // 2)
         columns = min(self.features, self.size + _OVERSAMPLED)
         drawn = torch.randn(self.features, columns, generator=generator(*key), dtype=torch.float64)
-        self.columns, self.product, self.trace, self.seen = torch.linalg.qr(drawn)[0], torch.zeros(()), 0.0, 0
+        self.columns, self.product = torch.linalg.qr(drawn)[0], torch.zeros(())
+        self.trace, self.seen = torch.zeros((), dtype=torch.float64), 0
 
     def add(self, x: Tensor) -> None:
         rows = x.detach().reshape(-1, self.features).float()
         if not self.seen:
-            self.columns, self.product = self.columns.to(rows.device), rows.new_zeros(self.columns.shape)
+            self.columns, self.trace = self.columns.to(rows.device), self.trace.to(rows.device)
+            self.product = rows.new_zeros(self.columns.shape)
         self.product.addmm_(rows.t(), rows @ self.columns.float())
-        self.trace, self.seen = self.trace + rows.square().sum(), self.seen + len(rows)
+        self.trace += rows.square().sum(dtype=torch.float64)
+        self.seen += len(rows)
 
     def refine(self) -> None:
         """Begin again with a basis of what was found."""
         if self.seen:
             self.columns = torch.linalg.qr(self.product.double())[0]
-            self.trace, self.seen = 0.0, 0
+            self.trace, self.seen = torch.zeros_like(self.trace), 0
 
     def directions(self, name: str) -> Directions:
         trace = float(self.trace)

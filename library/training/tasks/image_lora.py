@@ -73,7 +73,7 @@ from library.training.memory.dry_run import fit_memory
 from library.training.memory.fake_cuda import cache_folder
 from library.training.memory.policy import advice
 from library.training.optim.factory import unwrapped
-from library.training.optim.preconditioning import Directions, InputPreconditioner, leading_directions
+from library.training.optim.preconditioning import Directions, InputPreconditioner
 from library.training.parallel.parallelize import ParallelSpec, devices_to_fill, place_blocks
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
 from library.training.plan import ImagePlan, resolve_images
@@ -97,8 +97,6 @@ from networks.network import AdapterNetwork, inject_adapter
 
 # by train_on
 STEPS: Mapping[str, type[FlowStep]] = {"images": FlowStep, "preferences": PreferenceStep, "slider": SliderStep}
-_GENERAL_IMAGES, _DRAWS = 16, 2  # that directions are measured on, each at so many noise levels
-MEASURING = "measuring what general images use"
 
 
 class ImageLora(LoraTask):
@@ -429,26 +427,13 @@ class ImageLora(LoraTask):
 
     def _leading_directions(self) -> dict[str, Directions]:
         """Return what general images use most of each layer's inputs; of a resumed run the state has it."""
-        preservation, seed, data = self.plan.config.preservation, self.plan.config.training.seed, self.data.train
-        if not preservation.preserve_directions or self.state is not None:
+        plan, count = self.plan.config, self.plan.config.preservation.preserve_directions
+        if not count or self.state is not None:
             return {}
-        step = FlowStep(self.family, self.plan.config.flow, seed, self.text_encoders, network=self.network)
-        items = data.regularisation_items()
-        chosen = items[:: math.ceil(len(items) / _GENERAL_IMAGES)]
-
-        def answer_all() -> None:
-            for item in chosen:
-                batch = collate([data[0, item]]).to(self.accelerator.device)
-                for draw in range(_DRAWS):
-                    given = step.inputs(batch, draw)
-                    step.frozen_answers(self.transformer, given, given.frozen_rows)
-                    advance(1)
-
+        step = FlowStep(self.family, plan.flow, plan.training.seed, self.text_encoders, network=self.network)
         with counting(self.console) as start, self.accelerator.autocast():
-            advance = start(MEASURING, 2 * _DRAWS * len(chosen))  # each is looked at twice
-            names = self.network.component(self.network.targets.file_prefix).modules
-            found = leading_directions(self.transformer, names, answer_all, preservation.preserve_directions, seed)
-        return {name: Directions(*broadcast(list(directions))) for name, directions in found.items()}
+            found = step.leading_directions(self.transformer, self.data.train, count, self.accelerator.device, start)
+        return {name: Directions(*broadcast(list(each))) for name, each in found.items()}
 
     def _load_shown(self) -> nn.Module:
         """Read the transformer that samples are made with into host memory, as the base was loaded."""
@@ -479,11 +464,8 @@ class ImageLora(LoraTask):
         self._wrap(config.model_copy(update={"training": self.training}), "some" if len(sizes) > 1 else "one")
         if count := config.preservation.preserve_directions:
             layers = self.network.component(self.network.targets.file_prefix).modules
-            downs = {
-                name: part
-                for name, layer in layers.items()
-                if (part := layer.trained().get("lora_A.weight")) is not None
-            }
+            parts = {name: layer.trained().get("lora_A.weight") for name, layer in layers.items()}
+            downs = {name: down for name, down in parts.items() if down is not None}  # of joined ones the first has it
             self.preconditioner = self.engine.preconditioner = InputPreconditioner(downs, count)
             self.preconditioner.attach(unwrapped(self.engine.optimizer))
         self.loader = RaisingLoader(self.loader)

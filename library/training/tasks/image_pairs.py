@@ -67,7 +67,7 @@ class PreferenceStep(PairStep):
     def values(self, model: nn.Module, given: StepInputs) -> Tensor:
         """Return each pair's loss and rewards, [B, 1 + REWARDS]; of what preserves NaN are the rewards."""
         assert given.frozen_rows is not None
-        frozen = self._frozen_answers(model, given, given.frozen_rows)
+        frozen = self.frozen_answers(model, given, given.frozen_rows)
         velocity = self._velocity(model, given.noisy, given.sigmas, given.text, given.conditions)
         if given.preserves is not None:
             losses = sample_losses(self.flow, velocity, frozen, given.regions)
@@ -96,7 +96,7 @@ class SliderStep(PairStep):
         target = frozen = given.target
         rows = torch.arange(len(target), device=target.device)
         if given.frozen_rows is not None:
-            frozen = self._frozen_answers(model, given, given.frozen_rows)
+            frozen = self.frozen_answers(model, given, given.frozen_rows)
         if given.preserves is not None:
             rows, target = rows.repeat_interleave(2), frozen.repeat_interleave(2, dim=0)
         elif self.pairs.slider_prompts:

@@ -28,6 +28,7 @@ a mean over both); the sum over the mask is OneTrainer's ``masked_prior_preserva
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,8 @@ from torch.nn.functional import avg_pool2d, max_pool2d
 
 from library.conditions import Conditions
 from library.config.schema import FlowConfig, PairsConfig
-from library.data.batches import Batch, TensorBatch
+from library.data.batches import Batch, CachedDataset, TensorBatch, collate
+from library.data.cache import Progress
 from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.models.family import Family
@@ -54,7 +56,10 @@ from library.training.flow import (
     resolve_sampling,
     sample_losses,
 )
+from library.training.optim.preconditioning import Directions, leading_directions
 from networks.network import AdapterNetwork
+
+_GENERAL_IMAGES, _DRAWS = 16, 2  # that directions are measured on, each at so many noise levels
 
 
 @dataclass
@@ -196,6 +201,30 @@ class FlowStep:
             answers = self._velocity(model, noisy, sigmas, text, conditions)
         return given.target.index_copy(0, rows, answers.to(given.target.dtype))
 
+    def leading_directions(
+        self, model: nn.Module, data: CachedDataset, count: int, device: torch.device, start: Progress
+    ) -> dict[str, Directions]:
+        """Return the ``count`` leading directions of what each LoRA layer is given on regularisation images.
+
+        The images are spread over those of an epoch; ``start`` shows how far this is.
+        """
+        assert self.network is not None
+        items = data.regularisation_items()
+        chosen = items[:: math.ceil(len(items) / _GENERAL_IMAGES)]
+        advance = start("measuring what general images use", 2 * _DRAWS * len(chosen))  # each is looked at twice
+
+        def answer_all() -> None:
+            for item in chosen:
+                batch = collate([data[0, item]]).to(device)
+                for draw in range(_DRAWS):
+                    given = self.inputs(batch, draw)
+                    assert given.frozen_rows is not None, "regularisation images preserve"
+                    self.frozen_answers(model, given, given.frozen_rows)
+                    advance(1)
+
+        names = self.network.component(self.network.targets.file_prefix).modules
+        return leading_directions(model, names, answer_all, count, self.seed)
+
     def validated(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
         """Return :meth:`values` of held-out samples at each sigma, [len(sigmas), B, K]; the noise never changes.
 
@@ -221,7 +250,7 @@ class FlowStep:
         for given in self._held_out(batch, sigmas, list(range(len(batch.sample_ids)))):
             velocity = self._velocity(model, given.noisy, given.sigmas, given.text, given.conditions)
             assert given.frozen_rows is not None
-            frozen = self._frozen_answers(model, given, given.frozen_rows)
+            frozen = self.frozen_answers(model, given, given.frozen_rows)
             differences.append((velocity - frozen).square().flatten(1).mean(1))
         return torch.cat(differences)
 
