@@ -282,10 +282,10 @@ class PreservationConfig(Section):
         description="prompts, general (those that come with Tandem) or a file like sample_prompts, of which the base "
         "generates regularisation images, once: they are kept in cache_directory",
     )
-    preserve_directions: Annotated[int | None, Field(ge=0, le=1024), _PRESERVED] = Field(
-        None,
+    preserve_directions: Annotated[int, Field(ge=0, le=1024), _PRESERVED] = Field(
+        32,
         description="of each layer's inputs on regularisation images, generated ones too, so many leading directions "
-        "are learnt least in, which takes no time; 0: none (default: 32, of lora and dora)",
+        "are learnt least in, which takes no time; 0: none. For lora and dora",
     )
     preserve_outside_mask: Annotated[bool, _PRESERVED, OnlyWith(masked_loss=True)] = Field(
         False, description="outside of a mask the frozen model's answer is the target"

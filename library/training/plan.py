@@ -166,9 +166,6 @@ def _refuse_among_images(output: Path, dataset: DatasetConfig) -> None:
             raise UserError(f"output_dir: {output} holds images of the dataset, no place for plots; choose another")
 
 
-_DIRECTIONS = 32  # of a layer's inputs, where nobody says how many
-
-
 def resolve_preservation(run: TrainConfig, dataset: DatasetConfig, conditioning: ConditionKind) -> PreservationConfig:
     """Return the section with what ``preserve`` means where no key says it.
 
@@ -189,10 +186,10 @@ def resolve_preservation(run: TrainConfig, dataset: DatasetConfig, conditioning:
         values |= {"preserve_prompts": "general"} if paints else {"preserve_blank": True}
     general = bool(values.get("preserve_prompts", config.preserve_prompts)) or any(each.is_reg for each in subsets)
     reason = why_no_directions(run, general)
-    if config.preserve_directions and reason:
+    if config.preserve_directions and reason and "preserve_directions" in config.model_fields_set:
         raise UserError(f"preserve_directions: {reason}; remove it")
-    if config.preserve_directions is None:
-        values["preserve_directions"] = _DIRECTIONS if preserves and not reason else 0
+    if reason or not preserves:
+        values["preserve_directions"] = 0
     return config.model_copy(update=values)
 
 

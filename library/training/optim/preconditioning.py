@@ -167,7 +167,8 @@ class _Sketch:
         if not self.seen:
             self.columns, self.trace = self.columns.to(rows.device), self.trace.to(rows.device)
             self.product = rows.new_zeros(self.columns.shape)
-        self.product.addmm_(rows.t(), rows @ self.columns.float())
+        with torch.autocast(rows.device.type, enabled=False):
+            self.product.addmm_(rows.t(), rows @ self.columns.float())
         self.trace += rows.square().sum(dtype=torch.float64)
         self.seen += len(rows)
 

@@ -89,7 +89,7 @@ from library.training.signals import ignore_signals
 from library.training.step_graphs import why_eager
 from library.training.tasks.distillation import prepare_teacher
 from library.training.tasks.image_pairs import SHOWN, PreferenceStep, SliderStep
-from library.training.tasks.image_step import FlowStep, StepInputs, Teacher, check_seam
+from library.training.tasks.image_step import MEASURING, FlowStep, StepInputs, Teacher, check_seam
 from library.training.tasks.lora import LoraTask
 from networks.files.layouts import PRECISIONS
 from networks.merging.merge import BaseWeights, read_base_weights
@@ -279,6 +279,8 @@ class ImageLora(LoraTask):
             items[name] = missing.count(kind) + more
             words[name] = f"{items[name]:,} new, {kept:,} cached"
         words[LOADING] = config.model.pretrained_model_name_or_path
+        if (directions := config.preservation.preserve_directions) and self.state is None:
+            words[MEASURING] = f"the LoRA learns least in {directions} directions of each layer's inputs"
         if config.sampling.sample_at_first and self.prompts:
             words[SAMPLING] = painting.describe(self.prompts)
         compiles, _ = plan_compilation(config, self.accelerator.device, config.training.max_train_steps)

@@ -59,6 +59,7 @@ from library.training.flow import (
 from library.training.optim.preconditioning import Directions, leading_directions
 from networks.network import AdapterNetwork
 
+MEASURING = "measuring what general images use"
 _GENERAL_IMAGES, _DRAWS = 16, 2  # that directions are measured on, each at so many noise levels
 
 
@@ -211,7 +212,7 @@ class FlowStep:
         assert self.network is not None
         items = data.regularisation_items()
         chosen = items[:: math.ceil(len(items) / _GENERAL_IMAGES)]
-        advance = start("measuring what general images use", 2 * _DRAWS * len(chosen))  # each is looked at twice
+        advance = start(MEASURING, 2 * _DRAWS * len(chosen))  # each is looked at twice
 
         def answer_all() -> None:
             for item in chosen:

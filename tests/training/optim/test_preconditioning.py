@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -59,9 +61,7 @@ def test_a_step_is_that_of_z_with_a_equal_to_z_m(name: str) -> None:
     lost = torch.tensor([0.9, 0.5, 0.2], dtype=torch.float64)
     whole = torch.eye(10, dtype=torch.float64) - basis * lost @ basis.t()
 
-    def train(
-        weights: nn.Parameter, other: nn.Parameter, down: object, optimizer: torch.optim.Optimizer
-    ) -> list[float]:
+    def train(other: nn.Parameter, down: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
         for _ in range(20):
             loss = (inputs @ down().t() @ other.t() - target).square().mean()
