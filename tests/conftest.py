@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,13 +31,17 @@ settings.load_profile("repeatable")
 def pytest_configure(config: pytest.Config) -> None:
     """Guard against a run that never ends."""
     stalls.watch(config)
-    gc.disable()  # while modules are imported
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
     """Let garbage collections pass over what has been imported: each would take 0.3 s for it."""
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
