@@ -451,3 +451,11 @@ def test_a_report_samples_at_the_sampling_guidance_whatever_the_run_trained_with
     site: Any = None
     assert precision._form(site, run)["guidance_scale"] == ""
     assert precision._form(site, run | {"pretrained_model_name_or_path": "assets/tiny-flux"})["guidance_scale"] == "1"
+
+
+def test_the_form_of_a_sliders_run_has_strengths_on_both_sides_of_0() -> None:
+    from library.web.generate import _form
+
+    site: Any = None  # of a run without sample prompts nothing is asked
+    assert _form(site, {"train_on": "slider"})["strengths"] == "-2 -1 0 1 2"
+    assert _form(site, {"train_on": "images"})["strengths"].startswith("0 ")

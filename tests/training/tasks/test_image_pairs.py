@@ -37,6 +37,7 @@ from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fil
 from tests.runs import (
     arguments,
     assert_same_metrics,
+    largest_difference,
     lora,
     metrics,
     pipeline_forward,
@@ -45,7 +46,7 @@ from tests.runs import (
     train_flags,
     write_dataset,
 )
-from tests.tiny import tiny_flux_inputs
+from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 from tests.training.tasks.test_family_runs import LEARNERS
 from tests.worker_group import run_in_group
 
@@ -321,6 +322,15 @@ def test_sliders_are_sampled_at_strengths_held_out_resumed_and_learn_what_differ
     images = [ImageChops.difference(plain, Image.open(samples / f"step000012_{i:02d}.png")) for i in range(5)]
     assert images[2].getbbox() is None
     assert all(images[i].getbbox() for i in (0, 1, 3, 4))
+
+
+@pytest.mark.parametrize("kind", ["preferences", "images", "prompts"])
+def test_swapped_and_recomputed_blocks_change_nothing(pairs: Path, tmp_path: Path, kind: str) -> None:
+    base = tiny_flux_pipeline(tmp_path / "base", double_blocks=4, single_blocks=4)
+    settings = (preferring(pairs) if kind == "preferences" else sliding(pairs, kind)) | {"max_train_steps": 2}
+    run(base, output=tmp_path / "plain", **settings)
+    run(base, output=tmp_path / "saving", **settings, gradient_checkpointing=True, blocks_to_swap=2)
+    assert largest_difference(lora(tmp_path / "saving"), lora(tmp_path / "plain")) < 2e-4  # see test_flux_runs.py
 
 
 def test_a_slider_of_images_learns_their_difference_and_leaves_what_they_share(
