@@ -289,7 +289,9 @@ def test_runs_learn_to_prefer_go_on_where_they_stopped_and_keep_regularisation_i
         (regular / path.name).write_bytes(path.read_bytes())
     pairs.write_text(pairs.read_text() + f'[[datasets.subsets]]\nimage_dir = "{regular}"\nis_reg = true\n')
     often = {"save_every_n_steps": 4, "save_state": True, "max_train_steps": 12, "learning_rate": 5e-3}
-    settings = preferring(pairs, preserve="prior", general_prompts="none") | often
+    settings = (
+        preferring(pairs, preserve="prior", general_prompts="none", preserve_share=0.2, preserve_directions=0) | often
+    )
     run(base, output=tmp_path / "one", **settings)
     run(base, output=tmp_path / "two", **settings, resume=tmp_path / "one/lora-step00000004-state")
     assert same(lora(tmp_path / "one"), lora(tmp_path / "two"))
