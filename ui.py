@@ -58,10 +58,9 @@ def main() -> None:
     """Start the server and print its address."""
     options = parser().parse_args()
     try:
-        from uvicorn import Config, Server
-
         from library.web.access import AllowedRoots
         from library.web.app import create_app
+        from library.web.connections import run_server
     except ModuleNotFoundError as error:
         if error.name not in ("uvicorn", "starlette", "multipart", "python_multipart"):
             raise
@@ -84,8 +83,7 @@ def main() -> None:
     if options.open and has_screen:  # else a browser for terminals might take this one
         webbrowser.open(address)
     print("Ctrl-C ends the page; jobs that it began go on.", file=sys.stderr)
-    quiet = {"log_level": "warning", "access_log": False}
-    Server(Config(app, timeout_graceful_shutdown=2, **quiet)).run(sockets=[listening])
+    run_server(app, listening)
 
 
 if __name__ == "__main__":

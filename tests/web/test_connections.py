@@ -1,4 +1,4 @@
-"""Requests that are cut off: the page answers others, and says nothing about it."""
+"""Requests that stop half-way: the page answers others, forgets these, and says nothing about it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,19 @@ HOST = "Host: 127.0.0.1:{port}\r\n"
 HEAD = "POST /new/start HTTP/1.1\r\n" + HOST + "Content-Length: 1000\r\nContent-Type: {kind}\r\n\r\n"
 MULTIPART = "multipart/form-data; boundary=x"
 HALVES = {
+    "nothing": "",
+    "a header": "GET / HTTP/1.1\r\nHost: 127",
     "a body": HEAD.format(port="{port}", kind="application/x-www-form-urlencoded") + "text=1",
     "a file": HEAD.format(port="{port}", kind=MULTIPART) + '--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1',
     "a refused body": HEAD.replace("Host: 127", "Host: 128").format(port="{port}", kind=MULTIPART) + "--x",
 }
+
+
+@pytest.fixture(scope="module", params=[64, 256])
+def limited(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A page that may have only so many descriptors."""
+    with serve(tmp_path_factory.mktemp("limited"), files=request.param) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +61,17 @@ def check(server: Server) -> None:
     assert len((server.folder / "page.log").read_text().splitlines()) <= 2, (server.folder / "page.log").read_text()
 
 
+@pytest.mark.parametrize("half", list(HALVES))
+def test_three_hundred_half_sent_requests_leave_the_page_answering(limited: Server, half: str) -> None:
+    opened = [connect(limited, HALVES[half]) for _ in range(300)]
+    check(limited)
+    for each in opened:
+        each.close()
+    check(limited)
+
+
 def test_requests_cut_off_in_their_body_are_no_errors(server: Server) -> None:
-    for half in [*HALVES.values()] * 70:
+    for half in [half for half in HALVES.values() if "POST" in half] * 70:
         connect(server, half).close()
     check(server)
 
@@ -78,3 +96,27 @@ def test_requests_that_break_after_their_head_are_no_errors(shared: Server, rest
     assert get(shared, "/new")[0] == 200
     lines = (shared.folder / "page.log").read_text().splitlines()[2:]
     assert set(lines) <= {"WARNING:  Invalid HTTP request received."}
+
+
+def test_what_a_client_owes_has_a_deadline_and_a_steady_upload_has_none(server: Server) -> None:
+    owing = {name: connect(server, half) for name, half in HALVES.items()}
+    owing |= {f"slow {name}": connect(server, half) for name, half in HALVES.items() if half}
+    long = HALVES["a file"].replace("Content-Length: 1000\r", "Content-Length: 1000000\r")
+    steady = connect(server, long)
+    for _ in range(26):  # deadline: 20 s for 16 KiB
+        time.sleep(1)
+        steady.sendall(b"x" * 2048)
+        for name, each in owing.items():
+            if "slow" in name:
+                with suppress(OSError):  # it is closed at last
+                    each.sendall(b"x")
+    for each in owing.values():
+        each.settimeout(0.5)
+        with suppress(ConnectionError):
+            while each.recv(4096):
+                pass  # ends if the page has closed it; TimeoutError if not
+    steady.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        steady.recv(1)
+    steady.close()
+    check(server)
