@@ -48,17 +48,20 @@ class Server:
 
 
 @contextmanager
-def serve(folder: Path, *words: str) -> Iterator[Server]:
+def serve(folder: Path, *words: str, files: int | None = None) -> Iterator[Server]:
     """Yield a page whose working directory is ``folder``, with ``output`` in it and ``words`` on its command line.
+
+    ``files``: how many descriptors it may have.
 
     It may reach nothing but this machine. Its jobs' processes are killed at the end.
     """
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     environment = os.environ | nowhere | {"OMP_NUM_THREADS": "1", "no_proxy": "", "NO_PROXY": ""}
     log = folder / "page.log"
+    limited = ["sh", "-c", f'ulimit -S -n {files}; exec "$@"', "sh"] if files else []
     with open(log, "w") as output:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "ui.py"), "--port", "0", *words], cwd=folder, env=environment,
+            [*limited, sys.executable, str(ROOT / "ui.py"), "--port", "0", *words], cwd=folder, env=environment,
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
