@@ -10,7 +10,7 @@ without preservation, and all are used on the plain student in four steps.
     loss       held-out loss at the end, of the model that the LoRA is trained in
     few_steps  rms distance of the student's four-step latents from 20 steps of that model, same noise, relative
     sharpness  mean square of the Laplacian of four-step images over that of the base with its LoRA in 20 steps
-    size, error, picture   of its effect on the student beside that of the base's LoRA on the base: bench/distilled.py
+    size, wrong, picture   of its effect on the student beside that of the base's LoRA on the base: bench/distilled.py
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from library.fidelity.serving import Models, Variant
 
 ADAPTER = {"images": 144, "max_train_steps": 300, "learning_rate": 5e-4, "train_batch_size": 4}
 FLOW = {"timestep_sampling": "shift", "discrete_flow_shift": 1.6, "guidance_scale": GUIDANCE}
-KEYS = ("loss", "few_steps", "sharpness", "size", "error", "picture")
+KEYS = ("loss", "few_steps", "sharpness", "size", "wrong", "picture")
 
 
 def make_adapter(turbo: Path, adapter: Path) -> None:
