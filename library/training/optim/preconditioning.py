@@ -159,7 +159,7 @@ class _Sketch:
         self.size = min(count, self.features // 2)
         columns = min(self.features, self.size + _OVERSAMPLED)
         drawn = torch.randn(self.features, columns, generator=generator(*key), dtype=torch.float64)
-        self.columns, self.product = torch.linalg.qr(drawn)[0], torch.zeros(())
+        self.columns, self.product = torch.linalg.qr(drawn)[0].float(), torch.zeros(())
         self.trace, self.seen = torch.zeros((), dtype=torch.float64), 0
 
     def add(self, x: Tensor) -> None:
@@ -168,24 +168,24 @@ class _Sketch:
             self.columns, self.trace = self.columns.to(rows.device), self.trace.to(rows.device)
             self.product = rows.new_zeros(self.columns.shape)
         with torch.autocast(rows.device.type, enabled=False):
-            self.product.addmm_(rows.t(), rows @ self.columns.float())
+            self.product.addmm_(rows.t(), rows @ self.columns)
         self.trace += rows.square().sum(dtype=torch.float64)
         self.seen += len(rows)
 
     def refine(self) -> None:
         """Begin again with a basis of what was found."""
         if self.seen:
-            self.columns = torch.linalg.qr(self.product.double())[0]
+            self.columns = torch.linalg.qr(self.product.double())[0].float()
             self.trace, self.seen = torch.zeros_like(self.trace), 0
 
     def directions(self, name: str) -> Directions:
         trace = float(self.trace)
         if not self.seen or not trace < float("inf"):
             raise ValueError(f"{name}: {'was given a NaN or an infinity' if self.seen else 'never called'}")
-        product = self.product.double()
+        columns, product = self.columns.double(), self.product.double()
         shift = 1e-6 * float(product.norm())
-        shifted = product + shift * self.columns
-        core = self.columns.t() @ shifted
+        shifted = product + shift * columns
+        core = columns.t() @ shifted
         factor = torch.linalg.cholesky((core + core.t()) / 2)
         half = torch.linalg.solve_triangular(factor, shifted.t(), upper=False).t()
         basis, root, _ = torch.linalg.svd(half, full_matrices=False)
