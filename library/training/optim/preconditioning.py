@@ -138,9 +138,6 @@ def leading_directions(
     A layer's whole moment is never held: a first run multiplies it by few random columns, a second by an orthonormal
     basis of the product (subspace iteration, Halko et al. 2011, arXiv 0909.4061), from which the leading part follows
     (the Nystroem approximation, Tropp et al. 2017, arXiv 1706.05736, algorithm 3).
-
-    Raises:
-        ValueError: a layer is never called, or is given a NaN or an infinity.
     """
     sketches = {name: _Sketch(model.get_submodule(name), count, (seed, "directions", name)) for name in names}
     with watched(model, {name: partial(_Sketch.add, sketch) for name, sketch in sketches.items()}):
@@ -148,7 +145,7 @@ def leading_directions(
         for sketch in sketches.values():
             sketch.refine()
         run()
-    return {name: sketch.directions(name) for name, sketch in sketches.items()}
+    return {name: sketch.directions() for name, sketch in sketches.items()}
 
 
 class _Sketch:
@@ -178,18 +175,18 @@ class _Sketch:
             self.columns = torch.linalg.qr(self.product.double())[0].float()
             self.trace, self.seen = torch.zeros_like(self.trace), 0
 
-    def directions(self, name: str) -> Directions:
+    def directions(self) -> Directions:
+        """Return what was found; a layer that is never called, or is given a NaN, loses none."""
         trace = float(self.trace)
-        if not self.seen or not trace < float("inf"):
-            raise ValueError(f"{name}: {'was given a NaN or an infinity' if self.seen else 'never called'}")
+        if not 0 < trace < float("inf"):
+            return Directions(torch.zeros(self.features, self.size), torch.zeros(self.size))
         columns, product = self.columns.double(), self.product.double()
-        shift = 1e-6 * float(product.norm())
-        shifted = product + shift * columns
-        core = columns.t() @ shifted
-        factor = torch.linalg.cholesky((core + core.t()) / 2)
-        half = torch.linalg.solve_triangular(factor, shifted.t(), upper=False).t()
-        basis, root, _ = torch.linalg.svd(half, full_matrices=False)
-        values = (root.square() - shift).clamp_min(0)[: self.size]
+        core = columns.t() @ product
+        eigenvalues, vectors = torch.linalg.eigh((core + core.t()) / 2)
+        significant = eigenvalues > 1e-7 * eigenvalues[-1]  # the others are rounding of fp32
+        root = torch.where(significant, eigenvalues, torch.inf).rsqrt()
+        basis, singular, _ = torch.linalg.svd(product @ (vectors * root), full_matrices=False)
+        values = singular.square()[: self.size]
         damping = _DAMPING * trace / self.features
         rest = max(0.0, trace - float(values.sum())) / (self.features - self.size)
         kept = ((rest + damping) / (values + damping)).sqrt().clamp_max(1)

@@ -435,7 +435,8 @@ class ImageLora(LoraTask):
         step = FlowStep(self.family, plan.flow, plan.training.seed, self.text_encoders, network=self.network)
         with counting(self.console) as start, self.accelerator.autocast():
             found = step.leading_directions(self.transformer, self.data.train, count, self.accelerator.device, start)
-        return {name: Directions(*broadcast(list(each))) for name, each in found.items()}
+        device = self.accelerator.device
+        return {name: Directions(*broadcast([part.to(device) for part in each])) for name, each in found.items()}
 
     def _load_shown(self) -> nn.Module:
         """Read the transformer that samples are made with into host memory, as the base was loaded."""

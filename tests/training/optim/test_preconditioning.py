@@ -124,3 +124,20 @@ def test_a_skipped_step_changes_no_bit_and_a_state_holds_the_directions() -> Non
     other.load_state_dict(preconditioner.state_dict())
     for mine, theirs in zip(preconditioner.state_dict().values(), other.state_dict().values(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_inputs_of_low_rank_and_layers_that_are_never_called() -> None:
+    """Inputs that span three directions lose these; a layer without inputs, or with a NaN, loses nothing."""
+    model = nn.ModuleDict({name: nn.Linear(20, 2) for name in ("low", "idle", "nan")})
+    inputs = torch.randn(50, 3) @ torch.randn(3, 20)
+
+    def run() -> None:
+        model["low"](inputs)
+        model["nan"](inputs * torch.nan)
+
+    found = leading_directions(model, model, run, 6, seed=1)
+    basis, lost = found["low"]
+    assert lost[:3].min() > 0.7
+    assert lost[3:].max() < 0.05
+    torch.testing.assert_close(inputs @ basis[:, :3] @ basis[:, :3].t(), inputs, rtol=1e-4, atol=1e-4)
+    assert found["idle"].lost.count_nonzero() == found["nan"].lost.count_nonzero() == 0
