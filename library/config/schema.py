@@ -480,7 +480,7 @@ class TrainingConfig(SharedTrainingKeys):
     )
     seed: Seed = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
     prior_loss_weight: Annotated[NotNegative, IMAGES, EffectOnly(where=("is_reg", "preserve"))] = Field(
-        1.0, description="weight of regularisation images (is_reg), and of all that preserves"
+        1.0, description="weight of regularisation images (is_reg), and of all that preserves: there 2 unless it is set"
     )
     memory_dry_run: Annotated[bool | None, IMAGES, SAME_RESULT] = Field(
         None,

@@ -138,6 +138,9 @@ def resolve(config: LoraConfig, targets: LoraTargets) -> LoraPlan[LoraConfig]:
     return LoraPlan(config, base_dtype(config.model, config.training), network)
 
 
+_PRESERVING_WEIGHT = 2.0  # measured: docs/preservation.md
+
+
 def resolve_images(config: TrainConfig, family: Family) -> ImagePlan:
     """Settle what a LoRA on images does: how noise levels are drawn and what ``preserve`` means, too.
 
@@ -153,6 +156,8 @@ def resolve_images(config: TrainConfig, family: Family) -> ImagePlan:
         "flow": resolve_sampling(flow, family),
         "preservation": resolve_preservation(config, dataset, family.conditioning),
     }
+    if config.preservation.preserve != "none" and "prior_loss_weight" not in config.training.model_fields_set:
+        settled["training"] = config.training.model_copy(update={"prior_loss_weight": _PRESERVING_WEIGHT})
     plan = resolve(config.model_copy(update=settled), family.targets)
     return ImagePlan(plan.config, plan.dtype, plan.network, dataset)
 

@@ -596,3 +596,19 @@ def test_a_lora_learns_least_in_the_directions_that_general_images_use(
             read.append(float((down @ moment * down).sum() / (down.square().sum() * moment.trace())))
         shares[directions] = sum(read) / len(read)
     assert shares[32] < 0.5 * shares[0]
+
+
+def test_what_preserves_weighs_two_and_keeps_directions_unless_it_is_said(
+    base: Path, files: dict[str, Any], tmp_path: Path
+) -> None:
+    dataset, short = files.pop("dataset_config"), {"max_train_steps": 1, "preserve_share": 0.1}
+    cases: dict[str, tuple[dict[str, Any], tuple[float, int]]] = {
+        "unset": ({}, (2.0, 32)),
+        "set": ({"prior_loss_weight": 1.0, "preserve_directions": 7}, (1.0, 7)),
+        "lokr": ({"network_type": "lokr"}, (2.0, 0)),
+    }
+    for name, (given, expected) in cases.items():
+        config = run(base, dataset, tmp_path / name, **files, **short, **given).task.plan.config
+        assert (config.training.prior_loss_weight, config.preservation.preserve_directions) == expected, name
+    with pytest.raises(UserError, match="preserve_directions: they are a lora's and a dora's; remove it"):
+        run(base, dataset, tmp_path / "refused", **files, **short, network_type="lokr", preserve_directions=8)
