@@ -605,7 +605,7 @@ def test_what_preserves_weighs_two_and_keeps_directions_unless_it_is_said(
     cases: dict[str, tuple[dict[str, Any], tuple[float, int]]] = {
         "unset": ({}, (2.0, 32)),
         "set": ({"prior_loss_weight": 1.0, "preserve_directions": 7}, (1.0, 7)),
-        "lokr": ({"network_type": "lokr"}, (2.0, 0)),
+        "lokr": ({"network_type": "lokr", "save_format": "kohya"}, (2.0, 0)),
     }
     for name, (given, expected) in cases.items():
         config = run(base, dataset, tmp_path / name, **files, **short, **given).task.plan.config
