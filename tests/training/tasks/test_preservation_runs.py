@@ -605,10 +605,19 @@ def test_what_preserves_weighs_two_and_keeps_directions_unless_it_is_said(
     cases: dict[str, tuple[dict[str, Any], tuple[float, int]]] = {
         "unset": ({}, (2.0, 32)),
         "set": ({"prior_loss_weight": 1.0, "preserve_directions": 7}, (1.0, 7)),
-        "lokr": ({"network_type": "lokr", "save_format": "kohya"}, (2.0, 0)),
+        "lokr": ({"network_type": "lokr", "save_format": "comfy"}, (2.0, 0)),
     }
     for name, (given, expected) in cases.items():
         config = run(base, dataset, tmp_path / name, **files, **short, **given).task.plan.config
         assert (config.training.prior_loss_weight, config.preservation.preserve_directions) == expected, name
     with pytest.raises(UserError, match="preserve_directions: they are a lora's and a dora's; remove it"):
-        run(base, dataset, tmp_path / "refused", **files, **short, network_type="lokr", preserve_directions=8)
+        run(
+            base,
+            dataset,
+            tmp_path / "refused",
+            **files,
+            **short,
+            network_type="lokr",
+            save_format="comfy",
+            preserve_directions=8,
+        )
