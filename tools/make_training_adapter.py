@@ -65,6 +65,8 @@ def read_config(flags: Sequence[str]) -> TrainConfig:
     given, notes = read_arguments(flags, LORA), list[Note]()
     if "dataset_config" in given.values:
         raise UserError("dataset_config: the model generates the images that its adapter is trained on; remove it")
+    if "resolution" in given.values:
+        raise UserError("resolution: images have the model's own sizes, or a prompt's --w and --h; remove it")
     given.values = DEFAULTS | given.values
     given.values["dataset_config"] = str(Path(given.values["output_dir"]) / "images" / "dataset.toml")
     config = checked(given, LORA, notes, index_on_hub)
@@ -102,6 +104,8 @@ def prompts_of(source: str | None, images: int, seed: int, task: ImageLora, step
         width, height = (int(usual.width * side) // multiple * multiple for side in shape)
         default = replace(usual, width=width, height=height, steps=steps or usual.steps)
         read = read_prompts(texts, seed, multiple, default, "prompts")
+        if steps and (other := next((prompt for prompt in read if prompt.steps != steps), None)):
+            raise UserError(f"--distilled_steps {steps}: {other.prompt!r} has --s {other.steps}; remove one of the two")
         found += [replace(prompt, seed=prompt.seed + len(found)) for prompt in read]
         if len(found) >= images:
             break

@@ -88,6 +88,8 @@ def fit_to_distilled(options: argparse.Namespace, plan: CalibrationPlan, saved_a
     if options.correction_rank:
         raise UserError("--correction_rank: undoes rounding, and a distilled model is not rounded; remove it")
     name, path = options.distilled.name, find_model(options.distilled, "--distilled")
+    if path.resolve() == options.model.resolve():
+        raise UserError(f"--distilled: {path} is --model itself; give the distilled model of it")
     models = Models(plan.config, DeployedWeights(name, path, None), {}, plan.dtype, plan.device)
     source = load_lora(options.lora, models.targets)
     models.loras = models.targets.by_component(source.weights)

@@ -282,7 +282,7 @@ class PreservationConfig(Section):
         description="prompts, general (those that come with Tandem) or a file like sample_prompts, of which the base "
         "generates regularisation images, once: they are kept in cache_directory",
     )
-    preserve_directions: Annotated[int, Field(ge=0, le=1024), _PRESERVED] = Field(
+    preserve_directions: Annotated[int, Field(ge=0, le=1024), _PRESERVED, MUST_MATCH] = Field(
         32,
         description="of each layer's inputs on regularisation images, generated ones too, so many leading directions "
         "are learnt least in, which takes no time; 0: none. For lora and dora",

@@ -64,6 +64,8 @@ def _of_entry(entry: Any, where: str) -> Direction:
 
 def _of_line(line: str, where: str) -> Direction:
     target, *found = (part.strip() for part in _OPTION.split(line))
+    if other := re.search(r"(?:^|\s)(--\w+)(?:\s|$)", " ".join([target, *found[1::2]])):
+        raise UserError(f"{where}: {other[1]} is no part of a direction; remove it")
     prompts = dict(zip(found[::2], found[1::2], strict=True))
     if prompts.keys() != {"p", "n"} or len(found) != 4:
         raise UserError(f"{where}: has not one --p and one --n; {_REMEDY}")

@@ -38,12 +38,13 @@ def show(site: Site, request: Request, form: Form) -> Response:
 
 def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
     """Return what the form says before anybody has changed it."""
-    is_tiny = "tiny-" in str(run.get("pretrained_model_name_or_path"))  # built in: made for guidance 1 and 128 pixels
+    model = str(run.get("pretrained_model_name_or_path"))  # built in: made for 128 pixels, and to fill for guidance 1
+    is_tiny, guidance = "tiny-" in model, "1" if "tiny-flux-fill" in model else ""
     model_type = run.get("model_type", "flux")
     usual = family_defaults(model_type if model_type in IMAGE_MODELS else "flux")
     sizes = dict.fromkeys(("width", "height"), "128" if is_tiny else str(usual["sample_size"]))
     strengths = "-2 -1 0 1 2" if run.get("train_on") == "slider" else "0 0.5 0.8 1 1.2"
-    values = {"strengths": strengths, "prompts": _prompts_of(site, run), "guidance": "1" if is_tiny else ""}
+    values = {"strengths": strengths, "prompts": _prompts_of(site, run), "guidance": guidance}
     return values | sizes
 
 

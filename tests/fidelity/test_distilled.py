@@ -138,7 +138,7 @@ def test_another_lora_on_the_distilled_model_is_measured_against_the_bases(
 
 
 def test_the_reports_command_makes_up_for_what_the_distilled_model_lost_by_strengths_of_kinds(
-    base: Path, dataset: Path, tmp_path: Path
+    base: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turbo = changed(base, tmp_path / "turbo", "proj_out.weight", lambda weight: weight / 2)
     own, lora, fitted = update(base, FLUX_LAST, 0.02), tmp_path / "lora.safetensors", tmp_path / "fitted.safetensors"
@@ -153,6 +153,9 @@ def test_the_reports_command_makes_up_for_what_the_distilled_model_lost_by_stren
     assert float(weights[FLUX_LAST].delta().norm() / own[FLUX_LAST].delta().norm()) == pytest.approx(2, rel=0.05)
     found = compared(base, turbo, dataset, own, steps=0, served=weights).at(1.0)
     assert found.size == pytest.approx(1, abs=EQUAL)
+    with pytest.raises(SystemExit):
+        call(refit_lora, *({str(turbo): base, "{save_to}": fitted}.get(word, word) for word in command), "--overwrite")
+    assert "is --model itself; give the distilled model of it" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.3])

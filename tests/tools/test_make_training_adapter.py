@@ -65,6 +65,18 @@ def test_a_model_that_nothing_calls_distilled_is_refused_before_anything_is_writ
     assert not output.exists()
 
 
-def test_a_dataset_is_refused_because_the_model_generates_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value"), [("dataset_config", "mine.toml"), ("resolution", 96)])
+def test_what_images_the_adapter_is_trained_on_follows_from_the_model_alone(
+    tmp_path: Path, key: str, value: object
+) -> None:
     turbo = tiny_flux_pipeline(tmp_path / "turbo")
-    assert "remove it" in refusal(make_training_adapter, *flags(turbo, tmp_path, dataset_config="mine.toml"))
+    line = refusal(make_training_adapter, *flags(turbo, tmp_path, **{key: value}))
+    assert f"{key}: " in line
+    assert "remove it" in line
+
+
+def test_a_prompt_with_other_steps_than_the_flag_is_refused(tmp_path: Path) -> None:
+    turbo = tiny_flux_pipeline(tmp_path / "turbo")
+    words = flags(turbo, tmp_path / "adapter", distilled_steps=2)
+    (tmp_path / "prompts.txt").write_text("a ring\na line --s 20\n")
+    assert "--distilled_steps 2: 'a line' has --s 20; remove one" in refusal(make_training_adapter, *words)

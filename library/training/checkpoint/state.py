@@ -229,7 +229,7 @@ def load_training_state(
     with torch.no_grad():
         scatter(weights)
     for name, part in parts.items():
-        if name == "scaler" and not (folder / "scaler.json").exists():  # fp16 from now on
+        if name in ("scaler", "preconditioner") and not has_part(folder, name):  # fp16, or measured, from now on
             continue
         state = read_state(folder / name)
         try:
@@ -240,6 +240,11 @@ def load_training_state(
                 "trained with"
             ) from error
     return position
+
+
+def has_part(folder: str | Path, name: str) -> bool:
+    """Return whether a state has the part ``name``."""
+    return (Path(folder) / f"{name}.json").exists()
 
 
 def resolve_resume(resume: str | None, saving: SavingConfig, say: Callable[[str], None]) -> str | None:

@@ -65,7 +65,7 @@ from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import plan_base, text_encoder_recipe
 from library.processes import agreed
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
-from library.training.checkpoint.state import tidy
+from library.training.checkpoint.state import has_part, tidy
 from library.training.compiling import plan_compilation
 from library.training.memory.block_swap import Ring, describe_rings, kind_sizes, swap_blocks, swapped_per_kind
 from library.training.memory.budget import recompute_blocks
@@ -177,9 +177,9 @@ class ImageLora(LoraTask):
         self.base_fingerprint, self.base_parts = family.fingerprint(), family.other_parts()
         self.text_fingerprint = self.text_encoder.weights_fingerprint if self.plan.network.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
-        directions = {"preserve_directions": config.preservation.preserve_directions}
+        asked = {"preserve_directions": raw_config.preservation.preserve_directions}  # another layout may take none
         merged = {"base_weights": self.base_weights.fingerprint()}
-        self.resume_keys = resume_keys(config) | trained_text | merged | directions
+        self.resume_keys = resume_keys(config) | trained_text | merged | asked
         self._say_defaults()
         if raw_config.flow.timestep_sampling == "auto" and family.files.scheduler is None:
             kind, (*_, how) = "the distilled" if family.distilled else "the", family.own_sampling().items()
@@ -279,7 +279,7 @@ class ImageLora(LoraTask):
             items[name] = missing.count(kind) + more
             words[name] = f"{items[name]:,} new, {kept:,} cached"
         words[LOADING] = config.model.pretrained_model_name_or_path
-        if (directions := config.preservation.preserve_directions) and self.state is None:
+        if (directions := config.preservation.preserve_directions) and not self._saved_directions:
             words[MEASURING] = f"the LoRA learns least in {directions} directions of each layer's inputs"
         if config.sampling.sample_at_first and self.prompts:
             words[SAMPLING] = painting.describe(self.prompts)
@@ -427,10 +427,15 @@ class ImageLora(LoraTask):
         if self.devices:
             self.console.print(place_blocks(transformer, blocks, self.devices))
 
+    @property
+    def _saved_directions(self) -> bool:
+        """Whether the state that the run goes on from has them."""
+        return self.state is not None and has_part(self.state, "preconditioner")
+
     def _leading_directions(self) -> dict[str, Directions]:
         """Return what general images use most of each layer's inputs; of a resumed run the state has it."""
         plan, count = self.plan.config, self.plan.config.preservation.preserve_directions
-        if not count or self.state is not None:
+        if not count or self._saved_directions:
             return {}
         step = FlowStep(self.family, plan.flow, plan.training.seed, self.text_encoders, network=self.network)
         with counting(self.console) as start, self.accelerator.autocast():

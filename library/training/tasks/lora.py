@@ -171,7 +171,9 @@ class LoraTask(Task):
         if source is None:
             return
         metadata = read_safetensors_header(weight_file(Path(source))).get("__metadata__") or {}
-        if remark := base_mismatch(metadata, self.base_fingerprint, self._describe_file().get("base_weights", "")):
+        is_distilled = getattr(getattr(self.plan.config, "distillation", None), "distill_effect", False)  # of its base
+        merged = self._describe_file().get("base_weights", "")
+        if not is_distilled and (remark := base_mismatch(metadata, self.base_fingerprint, merged)):
             say(f"note: {source}: {remark}")
         if not self.plan.config.network.dim_from_weights:
             say(Text(self.network.load_file(source)))

@@ -354,6 +354,7 @@ def test_a_slider_of_images_learns_their_difference_and_leaves_what_they_share(
     [
         ("a person --p an old person", "has not one --p and one --n; write"),
         ("a person --p x --n x", "positive and negative are the same prompt"),
+        ("a person --p an old person --n a child --g 3.5", "--g is no part of a direction; remove it"),
         ('[{"target": "a", "positive": "b"}]', "entry 1: has no texts target, positive and negative"),
         ('[{"target": "a", "positive": "b", "unconditional": "c", "action": "erase"}]', "'action' is not taken"),
         ("[]", "holds no list of directions"),

@@ -621,3 +621,27 @@ def test_what_preserves_weighs_two_and_keeps_directions_unless_it_is_said(
             save_format="comfy",
             preserve_directions=8,
         )
+
+
+def test_a_state_without_directions_goes_on_with_new_ones_and_one_with_them_without(
+    base: Path, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset, often = files.pop("dataset_config"), {"max_train_steps": 4, "save_every_n_steps": 2, "save_state": True}
+    none = {key: value for key, value in files.items() if key == "cache_directory"}
+    run(base, dataset, tmp_path / "none", **none, **often)
+    run(base, dataset, tmp_path / "prior", **files, **often)
+    state = "lora-step00000002-state"
+    capsys.readouterr()
+    run(base, dataset, tmp_path / "on", **files, **often, resume=tmp_path / "none" / state)
+    assert "measuring what general images use: 8 of 8" in capsys.readouterr().out
+    run(base, dataset, tmp_path / "off", **none, **often, resume=tmp_path / "prior" / state)
+    with pytest.raises(UserError, match="was trained with preserve_directions = 32, now it is 8"):
+        run(
+            base,
+            dataset,
+            tmp_path / "other",
+            **files,
+            **often,
+            preserve_directions=8,
+            resume=tmp_path / "prior" / state,
+        )
