@@ -114,15 +114,14 @@ PAINTED = {"preserve": "prior", "preserve_prompts": DEMO / "preserve.txt"}
 
 def ways(word: str) -> dict[str, tuple[str, dict[str, object]]]:
     """Return way -> dataset TOML and options; ``word`` is what the subject's class is called."""
-    outside = {"masked_loss": True, "preserve": "prior", "preserve_outside_mask": True}
-    samples = {"preserve_directions": 0, "prior_loss_weight": 2}
+    outside = {"masked_loss": True, "preserve": "prior", "preserve_outside_mask": True, "prior_loss_weight": 1}
     return {
         PLAIN: ("plain", {}),
         "regularisation images": ("regularised", {}),
         "prior": ("plain", PAINTED),
-        "prior, weight 2": ("plain", PAINTED | {"prior_loss_weight": 2}),
-        "prior, samples alone": ("plain", PAINTED | samples),
-        "class word": ("plain", {"preserve": "prior", "preserve_class": word, "prior_loss_weight": 2}),
+        "prior, weight 1": ("plain", PAINTED | {"prior_loss_weight": 1}),
+        "prior, samples alone": ("plain", PAINTED | {"preserve_directions": 0}),
+        "class word": ("plain", {"preserve": "prior", "preserve_class": word}),
         MASKED: ("masked", {"masked_loss": True}),
         "masked, prior outside": ("masked", outside),
     }
