@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def read_config(flags: Sequence[str]) -> TrainConfig:
+def read_config(flags: Sequence[str], quiet: bool = False) -> TrainConfig:
     """Return the configuration of the adapter's training; its dataset TOML is in output_dir, written later."""
     given, notes = read_arguments(flags, LORA), list[Note]()
     if "dataset_config" in given.values:
@@ -70,12 +70,14 @@ def read_config(flags: Sequence[str]) -> TrainConfig:
     given.values = DEFAULTS | given.values
     given.values["dataset_config"] = str(Path(given.values["output_dir"]) / "images" / "dataset.toml")
     config = checked(given, LORA, notes, index_on_hub)
-    for line in summary([note for note in notes if note.key != MODEL]):  # of the model: how to do without an adapter
+    for line in (
+        () if quiet else summary([note for note in notes if note.key != MODEL])
+    ):  # of the model: how to do without an adapter
         print(line)
     return config
 
 
-answer_early(__name__, lambda: parser().parse_known_args())
+answer_early(__name__, lambda: read_config(parser().parse_known_args()[1], quiet=True))
 
 from library.models.family_by_name import model_family
 from library.training.sampling import painting

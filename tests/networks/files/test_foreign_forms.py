@@ -46,6 +46,7 @@ FUSED = {
     "qwen_image": {"transformer_blocks.0.attn.": {"to_qkv": QKV, "to_added_qkv": ADDED}},
     "qwen_image_21": {"transformer_blocks.0.attn.": {"to_qkv": QKV}},
     "z_image": {"layers.0.attention.": {"to_qkv": QKV}},
+    "ernie_image": {"layers.0.self_attention.": {"to_qkv": QKV}},
     "krea2": {"transformer_blocks.1.attn.": {"to_qkv": QKV}, "text_fusion.refiner_blocks.1.attn.": {"to_qkv": QKV}},
 }  # fmt: skip
 
