@@ -33,7 +33,7 @@ def test_weights_and_moments_are_those_of_the_files(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(ROOT)
     done = run_script(
         ROOT / "tools/plan_memory.py",
-        [*"configs/demo.toml --mixed_precision bf16 --preserve_directions 0 --save_to".split(), str(tmp_path / "plan.json")],
+        [*["configs/demo.toml", "--mixed_precision", "bf16", "--preserve_directions", "0", "--save_to"], str(tmp_path / "plan.json")],
         ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
