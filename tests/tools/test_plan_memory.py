@@ -31,11 +31,8 @@ def test_weights_and_moments_are_those_of_the_files(tmp_path: Path, monkeypatch:
     except UserError as error:
         pytest.skip(str(error))
     monkeypatch.chdir(ROOT)
-    done = run_script(
-        ROOT / "tools/plan_memory.py",
-        [*["configs/demo.toml", "--mixed_precision", "bf16", "--preserve_directions", "0", "--save_to"], str(tmp_path / "plan.json")],
-        ROOT,
-    )  # fmt: skip
+    words = ["configs/demo.toml", "--mixed_precision", "bf16", "--preserve_directions", "0"]
+    done = run_script(ROOT / "tools/plan_memory.py", [*words, "--save_to", str(tmp_path / "plan.json")], ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
     phases = found["phases"]
