@@ -283,7 +283,7 @@ OF_PRETRAINING = OF_CONVERSATIONS - {"train_batch_size", "dpo_beta", "dpo_label_
 
 def test_each_training_has_its_resume_keys() -> None:
     model = ["--pretrained_model_name_or_path", "m"]
-    of_images = {"train_on", "dpo_beta", "slider_prompts", "slider_guidance"}
+    of_images = {"preserve_directions", "train_on", "dpo_beta", "slider_prompts", "slider_guidance"}
     assert resume_keys(load_config([*model, "--dataset_config", "d"])).keys() == OF_A_LORA | of_images
     chat = load_for(LANGUAGE_LORA, [*model, "--model_type", "llama", "--train_data", "d.jsonl"])
     assert resume_keys(chat).keys() == OF_A_LORA | OF_CONVERSATIONS
