@@ -51,7 +51,7 @@ def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
 def _prompts_of(site: Site, run: dict[str, Any]) -> str:
     """Return the prompts that a run samples with, one a line."""
     prompts = run.get("sample_prompts") or ""
-    if isinstance(prompts, list):
+    if isinstance(prompts, list) or not prompts:
         return "\n".join(map(str, prompts))
     with suppress(UserError):
         path = site.roots.find(str(prompts), own=True)
