@@ -189,7 +189,8 @@ def resolve_preservation(run: TrainConfig, dataset: DatasetConfig, conditioning:
     subsets = [subset.settings for each in dataset.datasets for subset in each.subsets]
     if preserves and not any(named) and not any(each.is_reg or each.preserve_class for each in subsets):
         values |= {"preserve_prompts": "general"} if paints else {"preserve_blank": True}
-    general = bool(values.get("preserve_prompts", config.preserve_prompts)) or any(each.is_reg for each in subsets)
+    general = bool(values.get("preserve_prompts", config.preserve_prompts))
+    general |= any(each.is_reg and each.num_repeats for each in subsets)
     reason = why_no_directions(run, general)
     if config.preserve_directions and reason and "preserve_directions" in config.model_fields_set:
         raise UserError(f"preserve_directions: {reason}; remove it")

@@ -48,18 +48,17 @@ class Directions(NamedTuple):
 
 
 class InputPreconditioner:
-    """Takes the steps of the A of LoRA layers as the module's text says.
-
-    Attributes:
-        count: k above, at most; a layer has at most half as many as inputs.
-    """
+    """Takes the steps of the A of LoRA layers as the module's text says."""
 
     def __init__(self, downs: Mapping[str, nn.Parameter], count: int) -> None:
-        """Take A of each layer, [rank, in] fp32; until :meth:`set` the steps are ordinary ones."""
+        """Take A of each layer, [rank, in] fp32; until :meth:`set` the steps are ordinary ones.
+
+        ``count`` is k above; a layer has at most half as many as inputs.
+        """
         groups: defaultdict[torch.Size, dict[str, nn.Parameter]] = defaultdict(dict)
         for name, down in downs.items():
             groups[down.shape][name] = down
-        self.count, self._groups = count, [_Group(layers, count) for layers in groups.values()]
+        self._groups = [_Group(layers, count) for layers in groups.values()]
 
     def attach(self, optimizer: Optimizer) -> None:
         """Change the steps of ``optimizer``, which has these parameters among others."""
