@@ -45,8 +45,9 @@ def model_targets(model: Base) -> LoraTargets:
 
     rows = fullest_targets(model.weights)
     if len(rows) != 1:
-        which = " and ".join(row.family for row in rows) or "no known family"
-        raise UserError(f"{model.path}: its layers are those of {which}; set --model_type")
+        which = " and ".join(row.family for row in rows)
+        remedy = f"of {which}; set --model_type" if rows else "of no known family; give a transformer of one"
+        raise UserError(f"{model.path}: its layers are those {remedy}")
     return rows[0]
 
 

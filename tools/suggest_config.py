@@ -20,9 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.config.kinds import model_type_of
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
-from library.config.published_models import MODEL
 from library.config.schema import ModelConfig
 from library.errors import UserError, counted, exit_on_user_error
 from library.files import broken_link, write_text
@@ -134,6 +132,7 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
 def main() -> None:
     """Ask, look, write, and say what was found and decided."""
     answered, arguments = answers(parser().parse_args())
+    remarks = suggestion.remarks(answered)
     chosen = suggestion.choose_memory(answered.model_type, answered.model, arguments, answered.gpu_memory)
     found, values = suggestion.summarise_dataset(answered), presets(answered.model_type)
     for name, text in suggestion.suggest(answered, found, chosen).items():  # config.toml names the other: the last
@@ -141,10 +140,13 @@ def main() -> None:
     settings = [f"{key} = {value}" for key, value in chosen.settings.items()] or ["nothing quantised or swapped"]
     training = (f"{key} = {values[key][0]}" for key in ("network_dim", "learning_rate", "max_train_steps"))
     print(f"model     {answered.model}: {answered.model_type}")
-    distilled = model_type_of({MODEL: answered.model, "model_type": answered.model_type})[1]
-    print(*(f"          {line}" for line in distilled), sep="\n", end="\n" * bool(distilled))
-    print(f"images    {counted(len(found.samples), 'image')} of about {found.side} x {found.side}")
-    print(f"card      {f'{answered.gpu_memory / GIB:.1f} GiB; ' if answered.gpu_memory else ''}{chosen.describe()}")
+    print(*(f"          {line}" for line in remarks), sep="\n", end="\n" * bool(remarks))
+    width, height = found.resolution
+    trained = f"trained at up to {width} x {height} pixels"
+    print(f"images    {counted(len(found.samples), 'image')} of about {found.side} x {found.side}, {trained}")
+    card = f"{answered.gpu_memory / GIB:.1f} GiB; " if answered.gpu_memory else ""
+    less = f"; {width} x {height} takes less" if card and width * height < 1024**2 else ""
+    print(f"card      {card}{chosen.describe()}{less}")
     print(f"memory    {', '.join(settings)}")
     print(f"training  {', '.join(training)}")
     if painted := suggestion.painted_first(answered, found):

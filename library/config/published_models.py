@@ -48,6 +48,7 @@ class PublishedModel:
     train_on: str = ""
     adapter: str = ""
     has_own_layers: bool = False
+    is_distilled: bool = False
 
     @property
     def name(self) -> str:
@@ -110,6 +111,12 @@ def find_published(given: str) -> PublishedModel | None:
     if not path.name.endswith(FILE_ENDINGS):
         return names.get(name)
     return names.get(max((one for one in names if name.startswith(one)), key=len, default=""))
+
+
+def named_distilled(given: str) -> bool:
+    """Whether a model is distilled, as far as its name tells: to few steps, and mostly without a negative text."""
+    model = find_published(given)
+    return "turbo" in PurePath(given).name.lower() if model is None else bool(model.train_on) or model.is_distilled
 
 
 def link(place: str) -> str:

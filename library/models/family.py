@@ -33,7 +33,7 @@ from library.checksums import fingerprint, weights_fingerprint
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.kinds import refuse_other_kind
 from library.config.model_types import MODEL_TYPES, ConditionKind
-from library.config.published_models import find_published
+from library.config.published_models import named_distilled
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError, names_in_short, reason_of
 from library.models.family_files import FamilyFiles
@@ -289,12 +289,10 @@ class Family:
         self.latent_channels = self.argument("in_channels") // self.patch_size**2
 
     def says_distilled(self) -> bool:
-        """Whether this is a distilled model: as the folder's pipeline says, else as "turbo" in its name does."""
+        """Whether this is a distilled model: as the folder's pipeline says, else as its name does."""
         index = self.files.index
         settings = {} if index is None else read_config(index.parent, index.name)
-        given = self.config.pretrained_model_name_or_path  # a copy in the hub's cache has the name two folders above
-        name = (find_published(given) or Path(given)).name.lower()
-        return bool(settings.get("is_distilled", "turbo" in name))
+        return bool(settings.get("is_distilled", named_distilled(self.config.pretrained_model_name_or_path)))
 
     def check_text_encoders(self) -> None:
         """Refuse files that are no text encoders of this family; headers only."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from library.config.kinds import likely_type
 from library.config.model_layouts import UNKNOWN, is_lora, pipeline_index, pipeline_of, recognise_below, unsupported
 from library.config.model_types import MODEL_TYPES
 from library.config.published_models import find_published
@@ -125,7 +126,7 @@ def _folder_arguments(root: Path, transformer: Path, family: FamilyFiles) -> dic
     kind = arguments.get("_class_name")
     if kind != family.transformer:
         other = next((one for one in family_files() if one.transformer == kind), None)
-        remedy = f'set model_type = "{other.model_type}"' if other else f"give a {family.title} folder"
+        remedy = f'set model_type = "{likely_type(str(transformer))}"' if other else f"give a {family.title} folder"
         raise UserError(f"{transformer}: {kind!r}, not {family.transformer}; {remedy}")
     return arguments
 
@@ -143,7 +144,11 @@ def file_arguments(weights: WeightFiles, family: FamilyFiles) -> tuple[str, dict
     if found.model_type != family.model_type:
         article = "an" if found.name[0] in "aeiouE" else "a"
         what = "of no known layout" if found is UNKNOWN else f"{article} {found.name}"
-        remedy = f'set model_type = "{found.model_type}"' if found.model_type else f"give a {family.title} transformer"
+        remedy = (
+            f'set model_type = "{likely_type(str(weights.path))}"'
+            if found.model_type
+            else f"give a {family.title} transformer"
+        )
         raise UserError(f"{weights.path}: {what}, not {family.title}; {remedy}")
     for tensor, variant in family.variants.items():
         if prefix + tensor in weights:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -20,11 +21,11 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from library.config.family_defaults import presets, tables
-from library.config.kinds import kind_of, refuse_no_model
+from library.config.kinds import kind_of, model_type_of, refuse_no_model
 from library.config.model_layouts import pipeline_of
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
-from library.config.published_models import Fit, fit, fits
-from library.config.schema import DatasetArguments
+from library.config.published_models import MODEL, Fit, find_published, fit, fits, named_distilled
+from library.config.schema import DatasetArguments, ModelConfig
 from library.data.config import SubsetSettings, load_dataset_config
 from library.data.lint import refuse_damaged
 from library.data.samples import Sample, scan
@@ -32,12 +33,12 @@ from library.data.sources import usual_extension
 from library.errors import UserError, printable
 from library.files import read_toml, toml_text
 from library.models.captioner import CAPTIONERS
-from library.models.family_by_name import family_class
+from library.models.family_by_name import family_class, model_family
 from library.models.files import transformer_arguments
 from library.models.hub import find_model, index_on_hub
 from library.training.memory.budget import GIB
 from library.training.sampling import painting
-from library.training.sampling.prompts import usual_prompt
+from library.training.sampling.prompts import SamplePrompt, not_above, usual_prompt
 
 Kind = Literal["subject", "style", "edit"]
 
@@ -69,6 +70,7 @@ class DatasetSummary:
     """A dataset: its samples, the side of a square as large as the median image, how many lack a caption.
 
     Attributes:
+        resolution: width and height of the largest that is trained on; of a folder, what its dataset TOML gets.
         caption_extension: of a folder, that of most captions.
         other_captions: how many images have a caption of another extension alone.
         notes: what training would say of it.
@@ -76,6 +78,7 @@ class DatasetSummary:
 
     samples: Sequence[Sample]
     side: int
+    resolution: tuple[int, int]
     without_caption: int
     held_out: int
     caption_extension: str
@@ -93,16 +96,36 @@ def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[s
         UserError: it is not trained for this kind, or of another family than ``given``.
     """
     path, found = Path(model).expanduser(), kind_of(model, None if given else index_on_hub)
-    names = (*found.likely, *found.possible, *([given] if given and not found.possible else ()))
+    names = dict.fromkeys((*found.likely, *found.possible, *([given] if given and not found.possible else ())))
     able = [name for name in IMAGE_MODELS if (MODEL_TYPES[name].conditioning == "references") == (kind == "edit")]
-    fitting = [name for name in names if name in able and given in (None, name)]
-    if not fitting:
-        if not names:
-            refuse_no_model(model)
-        other = f"--kind {'subject or style' if kind == 'edit' else 'edit'}, or one of " * bool(names)
-        raise UserError(f"--kind {kind}: {model} is no {given or 'model'} for it; take {other}{', '.join(able)}")
+    suited = [name for name in names if name in able]
+    if not (fitting := [name for name in suited if given in (None, name)]):
+        raise _not_for(model, kind, given, list(names), suited, able)
     here = find_model(path, "--model") if path.exists() else path
     return fitting[0], transformer_arguments(pipeline_of(here) or here, fitting[0]) if here.exists() else {}
+
+
+def _not_for(
+    model: str, kind: Kind, given: str | None, names: Sequence[str], suited: Sequence[str], able: Sequence[str]
+) -> UserError:
+    """Return the error on a model that may be ``names``, of which ``suited`` are for ``kind``, as all of ``able``."""
+    if not names:
+        refuse_no_model(model)
+        return UserError(
+            f"--model {model}: nothing tells what kind it is; set --model_type to one of {', '.join(able)}"
+        )
+    if suited:
+        why = f"is {' or '.join(names)}, not {given}" if given not in names else f"is not trained as {given} for {kind}"
+        return UserError(f"--model_type {given}: {model} {why}; set --model_type {suited[0]}, or leave it out")
+    other = "--kind subject or style" if kind == "edit" else "--kind edit"
+    other += ", leave --model_type out" * (given not in (None, *names))
+    return UserError(
+        f"--kind {kind}: {model} is {names[0]}, which is not for it; take {other}, or a model of {_titles(able)}"
+    )
+
+
+def _titles(names: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(MODEL_TYPES[name].title for name in names))
 
 
 def choose_memory(model_type: str, model: str, arguments: Mapping[str, Any], gpu_memory: int | None) -> Fit:
@@ -157,19 +180,38 @@ def summarise_dataset(answers: Answers) -> DatasetSummary:
     samples = [sample for sample in [*found.train, *found.held_out] if not sample.settings.is_reg]
     sides = [(sample.image.size[0] * sample.image.size[1]) ** 0.5 for sample in samples if sample.image.size]
     without = sum(not sample.caption for sample in samples) - len(others)
-    notes = list(map(said, found.warnings))
-    return DatasetSummary(samples, round(median(sides)), without, len(found.held_out), ending, len(others), notes)
+    notes, side, trained = list(map(said, found.warnings)), round(median(sides)), config.largest
+    if answers.images.is_dir():
+        published = presets(answers.model_type)["resolution"][0]
+        trained = (min((one for one in published if one >= side), default=max(published)),) * 2
+    return DatasetSummary(samples, side, trained, without, len(found.held_out), ending, len(others), notes)
+
+
+def remarks(answers: Answers) -> list[str]:
+    """Return lines on a distilled model.
+
+    Raises:
+        UserError: it cannot be trained.
+    """
+    return model_type_of({MODEL: answers.model, "model_type": answers.model_type})[1]
+
+
+def usual_sample(answers: Answers, found: DatasetSummary) -> SamplePrompt:
+    """Return how the run samples what its prompts leave open: read from the model's files, or known by its name."""
+    places = {MODEL: answers.model, **answers.parts}
+    usual = usual_prompt(family_class(answers.model_type), named_distilled(answers.model))
+    if all(Path(place).expanduser().exists() for place in places.values()):
+        with suppress(UserError):  # training says it
+            usual = usual_prompt(model_family(ModelConfig(model_type=answers.model_type, **places)))
+    return not_above(usual, found.resolution)
 
 
 def painted_first(answers: Answers, found: DatasetSummary) -> str:
     """Return what the base paints before the first step, in the words of the run; empty if nothing."""
     if answers.kind != "subject":
         return ""
-    sides = presets(answers.model_type)["resolution"][0]
-    side = min((one for one in sides if one >= found.side), default=max(sides))
-    resolutions = [(side, side)] if answers.images.is_dir() else [one.fit.bucket for one in found.samples]
-    width, height = painting.painted_size(resolutions, MODEL_TYPES[answers.model_type].pixel_multiple)
-    usual = replace(usual_prompt(family_class(answers.model_type)), width=width, height=height)
+    width, height = painting.painted_size([found.resolution], MODEL_TYPES[answers.model_type].pixel_multiple)
+    usual = replace(usual_sample(answers, found), width=width, height=height)
     pictures = painting.describe([usual] * sum(map(len, read_toml(painting.GENERAL)[0].values())))
     return f"{painting.PAINTING}: {pictures}; once for this base, they are kept"
 
@@ -192,6 +234,8 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, s
     def lines(values: Mapping[str, tuple[Any, str]], *keys: str) -> str:
         return "\n".join(f"{_comment(values[k][1])}\n{k} = {_toml(values[k][0])}" for k in keys if k in values)
 
+    usual, known = usual_sample(answers, found), find_published(answers.model)
+    is_distilled = usual.steps != values["sample_steps"][0]
     chosen = {key: (value, memory.describe()) for key, value in memory.settings.items()}
     how: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     jinja = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, **how)
@@ -202,7 +246,10 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, s
         "captioner": captioner(answers.images),
         "title": MODEL_TYPES[answers.model_type].title, "lines": lines, "name": answers.save_to.resolve().name,
         "is_tiny": "tiny-" in answers.model,  # built in, not made for the family's size
-        "painted": painted_first(answers, found),
+        "painted": painted_first(answers, found), "remarks": remarks(answers), "usual": usual,
+        "is_distilled": is_distilled,
+        "steps_from": "what it is distilled to" if is_distilled else values["sample_steps"][1],
+        "sample_model": known.sample_model if known else "",
         "place": lambda name: (answers.save_to / name).as_posix(),
     }  # fmt: skip
     wanted = [*["dataset.toml"] * folder, "config.toml"]

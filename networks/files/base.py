@@ -29,6 +29,7 @@ from library.precision.checkpoint import WeightFiles
 from library.precision.files.base import ReadOnlyScheme
 from library.precision.files.file_tensors import MODEL_PREFIXES
 from library.safetensors_io import DTYPES, RowRange, TensorSpecs, find_index, tensor_bytes, weight_files
+from networks.files.layouts import of_other_family
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
@@ -202,8 +203,7 @@ def find_modules(weights: WeightFiles, keys: KeyNames, model_name: str) -> dict[
     places = _modules(weights, keys, model_name)
     fullest = fullest_targets(weights)
     if fullest and len(_modules_found(weights, fullest[0])) > len(places):
-        family = fullest[0].family
-        raise UserError(f"{weights.path}: is a model of {family}, not of {model_name}; set --model_type {family}")
+        raise of_other_family(weights.path, "model", fullest[0].family, model_name)
     if not places:
         raise UserError(f"{weights.path}: holds no transformer of {model_name}; give its transformer file")
     return places

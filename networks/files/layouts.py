@@ -222,9 +222,13 @@ def refuse_other_family(path: Path, targets: LoraTargets) -> None:
     fitting = fitting_targets(header)
     if fitting and not any(row.keys is targets.keys for row in fitting):
         names = " or ".join(row.family for row in fitting)
-        title = TITLES[non_lora_kind(header) or "lora"]
-        remedy = "give a model of its kind" if targets.own_names else f"set --model_type {names}"
-        raise UserError(f"{path}: is a {title} of {names}, not of {targets.family}; {remedy}")
+        raise of_other_family(path, TITLES[non_lora_kind(header) or "lora"], names, targets.family)
+
+
+def of_other_family(path: Path, what: str, found: str, wanted: str) -> UserError:
+    """Return the error on a file of a family that is not ``wanted``, by --model_type or by the other files."""
+    remedy = f"give a {what} of {wanted}, or files of {found} alone, with no other --model_type"
+    return UserError(f"{path}: is a {what} of {found}, not of {wanted}; {remedy}")
 
 
 def best_targets(keys: Iterable[str]) -> LoraTargets:

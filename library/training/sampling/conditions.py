@@ -7,8 +7,7 @@ height, and its region is blanked as the dataset's are; an edit model's referenc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from library.files import read_bytes
 from library.models.family import Family
 from library.models.vae import ImageEncoder
 from library.randomness import generator
-from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts, usual_prompt
+from library.training.sampling.prompts import SamplePrompt, check_steering, not_above, read_prompts, usual_prompt
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,7 @@ def read_run_prompts(
     Raises:
         UserError: the file cannot be read, or a prompt asks for what the model does not take.
     """
-    usual = usual_prompt(family)
-    if prod(largest) < usual.width * usual.height:
-        usual = replace(usual, width=largest[0], height=largest[1])
+    usual = not_above(usual_prompt(family), largest)
     prompts = read_prompts(source, seed, pixel_multiple, usual)
     remarks = check_steering(prompts, family.guidance_input, usual.guidance)
     for remark in [*remarks, *check_prompt_images(prompts, family.conditioning, family.most_references)]:

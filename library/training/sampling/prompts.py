@@ -85,13 +85,22 @@ class SamplePrompt:
         return " ".join(words)
 
 
-def usual_prompt(family: Family) -> SamplePrompt:
-    """Return what a prompt leaves open, of this model: the family's defaults; a distilled one has its own steps."""
-    values = family_defaults(family.name)
+def usual_prompt(family: Family | type[Family], distilled: bool | None = None) -> SamplePrompt:
+    """Return what a prompt leaves open, of this model: the family's defaults; a distilled one has its own steps.
+
+    ``distilled`` is needed where there are no files to make an instance of the family of.
+    """
+    values, distilled = family_defaults(family.name), family.distilled if distilled is None else distilled
     side, guidance = values["sample_size"], values.get("sample_guidance", 1.0)
-    steps = family.distilled_steps if family.distilled else values["sample_steps"]
-    cfg = 1.0 if family.distilled or family.guidance_input else values.get("sample_cfg", 1.0)
+    steps = family.distilled_steps if distilled else values["sample_steps"]
+    cfg = 1.0 if distilled or family.guidance_input else values.get("sample_cfg", 1.0)
     return SamplePrompt("", width=side, height=side, steps=steps, guidance=guidance, cfg=cfg)
+
+
+def not_above(usual: SamplePrompt, largest: tuple[int, int]) -> SamplePrompt:
+    """Return ``usual`` with no more pixels than ``largest``, width and height of the largest images trained on."""
+    is_above = usual.width * usual.height > largest[0] * largest[1]
+    return replace(usual, width=largest[0], height=largest[1]) if is_above else usual
 
 
 _TABLES = read_toml(Path(__file__).with_name("prompt_keys.toml"))[0]

@@ -417,11 +417,11 @@ def test_exactly_the_layers_without_a_gradient_are_left_out() -> None:
 def test_a_lora_and_a_model_of_another_family_are_named(tmp_path: Path) -> None:
     layer = {"transformer_blocks.0.img_mlp.net.2": LoraWeights(torch.ones(1, 4), torch.ones(4, 1), 1.0)}
     save_adapter(tmp_path / "a.safetensors", layer, QWEN_TARGETS)
-    with pytest.raises(UserError, match=r"a.safetensors: is a LoRA of qwen_image, not of flux; set --model_type qwen"):
+    with pytest.raises(UserError, match=r"a.safetensors: is a LoRA of qwen_image, not of flux; give a LoRA of flux"):
         load_lora(tmp_path / "a.safetensors", FLUX_TARGETS)
     tiny_qwen_transformer(1).save_pretrained(tmp_path / "base")  # its attention has FLUX's names
     files = open_base(tmp_path / "base").weights
-    with pytest.raises(UserError, match=r"is a model of qwen_image, not of flux; set --model_type qwen_image"):
+    with pytest.raises(UserError, match=r"is a model of qwen_image, not of flux; give a model of flux, or"):
         find_modules(files, FLUX_TARGETS.keys, "flux")
     assert [row.family for row in fullest_targets(files)] == ["qwen_image"]
 
