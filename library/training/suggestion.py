@@ -234,8 +234,8 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, s
     def lines(values: Mapping[str, tuple[Any, str]], *keys: str) -> str:
         return "\n".join(f"{_comment(values[k][1])}\n{k} = {_toml(values[k][0])}" for k in keys if k in values)
 
-    usual, known = usual_sample(answers, found), find_published(answers.model)
-    is_distilled = usual.steps != values["sample_steps"][0]
+    sample, known = usual_sample(answers, found), find_published(answers.model)
+    is_distilled = sample.steps != values["sample_steps"][0]
     chosen = {key: (value, memory.describe()) for key, value in memory.settings.items()}
     how: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     jinja = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, **how)
@@ -246,7 +246,7 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, s
         "captioner": captioner(answers.images),
         "title": MODEL_TYPES[answers.model_type].title, "lines": lines, "name": answers.save_to.resolve().name,
         "is_tiny": "tiny-" in answers.model,  # built in, not made for the family's size
-        "painted": painted_first(answers, found), "remarks": remarks(answers), "usual": usual,
+        "painted": painted_first(answers, found), "remarks": remarks(answers), "usual": sample,
         "is_distilled": is_distilled,
         "steps_from": "what it is distilled to" if is_distilled else values["sample_steps"][1],
         "sample_model": known.sample_model if known else "",
