@@ -283,7 +283,7 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one does not wait for threads to end
             if not interrupt.args:  # else it has been said, see ``library.training.signals.interruptible``
                 print("interrupted", file=sys.stderr)
-            raise SystemExit(130) from None
+            raise SystemExit(interrupt.args[1] if interrupt.args[1:] else 130) from None
         else:
             return
         print(f"error: {reason}", file=sys.stderr)

@@ -10,13 +10,15 @@ it first, so that the LoRA has only the subject to learn; it is merged into the 
 generates images of general prompts in its own few steps, and the adapter is trained on them with the ordinary loss at a
 low rate, as ostris' zimage_turbo_training_adapter was (thousands of images, rate 1e-5).
 
-Every option of train_lora.py is taken, too. The same command goes on where it was interrupted.
+Every option of train_lora.py is taken, too. The same command goes on where it was interrupted; with more --images or
+other --prompts it generates only those that are not there.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -118,7 +120,7 @@ def generate(config: TrainConfig, options: argparse.Namespace) -> None:
     """Generate the images that are not there yet, and write the dataset's TOML beside their folder."""
     dataset = Path(config.dataset.dataset_config)
     dataset.parent.mkdir(parents=True, exist_ok=True)
-    write_dataset(dataset, dataset.parent, 64)  # until the folder is known, whose name says what made the images
+    write_dataset(dataset, [], 64)  # until it is known what is generated
     task = ImageLora(config)
     with watched():
         task.open()
@@ -130,13 +132,15 @@ def generate(config: TrainConfig, options: argparse.Namespace) -> None:
             painting.restore_captions({"prompts": images}, task.console)
             task.console.print(f"training adapter: {painting.describe(prompts)}", soft_wrap=True)
         painting.paint({"prompts": images}, *made_with, task.accelerator, task.console)
-    write_dataset(dataset, images.folder, max(math.isqrt(prompt.width * prompt.height) for prompt in prompts))
+    write_dataset(dataset, images.pictures, max(math.isqrt(prompt.width * prompt.height) for prompt in prompts))
 
 
-def write_dataset(path: Path, images: Path, resolution: int) -> None:
-    """Write the TOML of a dataset of one folder of ``images``."""
-    general = {"caption_extension": ".txt", "enable_bucket": True, "bucket_no_upscale": True}
-    subset = {"image_dir": str(images.resolve())}
+def write_dataset(path: Path, pictures: Sequence[tuple[Path, SamplePrompt]], resolution: int) -> None:
+    """Write the TOML of a dataset of ``pictures`` with their prompts, and the list of them beside it."""
+    listed = path.with_name("images.jsonl")
+    lines = [{"image_path": str(file.relative_to(path.parent)), "caption": one.prompt} for file, one in pictures]
+    write_text(listed, "".join(json.dumps(line) + "\n" for line in lines))
+    general, subset = {"enable_bucket": True, "bucket_no_upscale": True}, {"metadata_file": listed.name}
     write_text(path, toml_text({"general": general, "datasets": [{"resolution": resolution, "subsets": [subset]}]}))
 
 

@@ -207,7 +207,7 @@ import torch
 from library.fidelity.conditioning import as_program_gives
 from library.fidelity.deployed import DeployedWeights, parse_deployment
 from library.fidelity.deployed_parts import complete, fields, settle
-from library.fidelity.distilled import ANOTHER, compare_distilled
+from library.fidelity.distilled import compare_distilled
 from library.fidelity.fixes import FixOptions, fix_table, try_fixes
 from library.fidelity.page import write_distilled, write_report
 from library.fidelity.remedies import of_distilled
@@ -357,8 +357,7 @@ def _report_distilled(options: argparse.Namespace, console: Console) -> None:
     found = compare_distilled(models, eval_set, options.distilled_steps, console, served)
     sources = [lora_source(text) for text in options.lora]
     can_mend = found.alarm and found.share and len(sources) == 1 and sources[0].ratio == 1
-    first = found.at(1.0).direction < ANOTHER  # strengths, the first remedy, mend no other direction
-    remedies = of_distilled(models, plan.options, sources[0].path)[first:] if can_mend else []
+    remedies = of_distilled(found.equal, sources[0].path) if can_mend else []
     paths = write_distilled(found, f"{Path(options.model).name}, served as {found.name}", options.save_to, remedies)
     console.print(found.sentence(), *(each.words for each in remedies), sep="\n")
     console.print(*map(str, paths), sep="\n")

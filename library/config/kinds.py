@@ -26,7 +26,7 @@ from library.config.model_layouts import (
     unsupported,
 )
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
-from library.config.published_models import FILE_ENDINGS, MODEL, find_published, hub_instead
+from library.config.published_models import FILE_ENDINGS, MODEL, PublishedModel, find_published, hub_instead
 from library.errors import UserError, names_in_short
 from library.files import read_json
 from library.gguf_header import MAGIC, read_gguf_header
@@ -161,14 +161,15 @@ def _titles() -> str:
 
 def _distilled(model: str, values: Mapping[str, Any], kind: Kind) -> Iterator[str]:
     """Yield what to do instead of training on a distilled model, or beside it."""
-    known = find_published(model)
-    if known and kind.is_here and not {*known.model_types} & {*kind.possible}:  # by its name, which is not true of it
-        known = None
+    known = _published(model, kind)
     if kind.arguments.get("flow_map") or (known and known.has_own_layers and not kind.is_here):
         base = known.train_on if known and known.train_on else "its base"
         raise UserError(f"{model}: distilled, with layers of its own, and cannot be trained; train {base}")
-    name = known.name if known and known.train_on else Path(model).name * bool(kind.arguments["is_distilled"])
-    if not name or values.get("base_weights") or values.get("distill_from"):
+    name = _distilled_name(model, kind)
+    teacher = str(values.get("distill_from") or "")
+    if name and teacher and not (values.get("distill_effect") or _distilled_name(teacher, kind_of(teacher))):
+        yield f"{name}: distilled, which learning the answers of {teacher} undoes; set distill_effect = true"
+    if not name or values.get("base_weights") or teacher:
         return
     how = "distilled" if kind.arguments["is_distilled"] or not kind.is_here else "by its name distilled"
     base = f"train {known.train_on}" if known and known.train_on else "train its base"
@@ -176,6 +177,18 @@ def _distilled(model: str, values: Mapping[str, Any], kind: Kind) -> Iterator[st
         base = f'set base_weights = ["{known.adapter.rpartition("/")[0]}"], which is downloaded, or {base}'
     adapter = f"or make a training adapter of it: tools/make_training_adapter.py --{MODEL} {model}"
     yield f"{name}: {how}; {base} and use the LoRA on {name}, {adapter}"
+
+
+def _published(model: str, kind: Kind) -> PublishedModel | None:
+    """Return the row of a model, unless it has the name of one that it is not."""
+    known = find_published(model)
+    return known if known and (not kind.is_here or {*known.model_types} & {*kind.possible}) else None
+
+
+def _distilled_name(model: str, kind: Kind) -> str:
+    """Return how a distilled model is called; "" of others."""
+    known = _published(model, kind)
+    return known.name if known and known.train_on else Path(model).name * bool(kind.arguments["is_distilled"])
 
 
 def _looks(name: str) -> tuple[object, ...]:

@@ -123,17 +123,19 @@ def costly_remedies(
     ]
 
 
-def of_distilled(models: Models, options: CalibrationOptions, lora: Path) -> list[Remedy]:
+def of_distilled(equal: float | None, lora: Path) -> list[Remedy]:
     """Return what makes up for an effect that a distilled model has lost of the base's, the cheapest first.
 
-    ``lora``: at strength 1.
+    Args:
+        equal: the strength at which it is as large; None: there is none.
+        lora: at strength 1.
     """
-    words = [*_model(models), "--distilled", str(models.deployed.path), "--lora", str(lora), *_calibration(options)]
-    command = ("tools/refit_lora.py", *words, "--save_to", SAVE_TO)
-    strengths = "Fit a strength to each kind of layer (tools/refit_lora.py --distilled): 0.88 to 0.91 on tiny models."
-    trained = "Train it there on the base's effect (distill_from, distill_effect): 0.88 to 0.96 on tiny models."
-    cost = "two runs of your images for each kind of layer"
-    return [Remedy(strengths, "for-distilled", "lora", command, cost), Remedy(trained, cost="a short training")]
+    training = "Train it there on the base's effect (distill_from, distill_effect; docs/distilled.md)."
+    if equal is None:
+        return [Remedy(training, cost="a short training")]
+    text = f"Use it at strength {equal:.2f} there, or write that into a file (tools/merge_lora.py)."
+    command = ("tools/merge_lora.py", "--lora", str(lora), "--ratios", f"{equal:.2f}", "--save_to", SAVE_TO)
+    return [Remedy(text, "for-distilled", "lora", command), Remedy(training, cost="a short training")]
 
 
 def _model(models: Models) -> list[str]:

@@ -377,11 +377,11 @@ class Run:
             values = self.task.validate(step)
         loss, elsewhere, parts = values.get("val_loss"), values.get("val_prior_loss"), list[str]()
         if loss is not None:
-            parts.append(f"loss {loss:.4f}" + (f", {self.val_losses[-1]:.4f} before" if self.val_losses else ""))
+            parts.append(f"loss {loss:#.4g}" + (f", {self.val_losses[-1]:#.4g} before" if self.val_losses else ""))
             values |= {f"val_{name}": of_loss(loss) for name, of_loss in self.task.from_val_loss.items()}
             self.val_losses.append(loss)
         if elsewhere is not None:
-            parts.append(f"changed elsewhere {elsewhere:.4f}")
+            parts.append(f"changed elsewhere {elsewhere:#.4g}")
         self.progress.note(f"validated at step {step}: {'; '.join(parts)}")
         self.metrics.write({"step": step, **values})
         self.val_prior_loss, self._validated_at = elsewhere, step
@@ -548,23 +548,23 @@ class Run:
         before, after = self.position.val_loss_before, self.val_loss
         resumed = f", from step {self.first_step} to {self.position.step}" if self.first_step else ""
         steps = f"{self.position.step - self.first_step} in {duration(time.time() - self.task.started_at)}{resumed}"
-        rows = [("steps", steps), ("avg loss", f"{self.position.loss_ema:.4f} (moving average over about 20 steps)")]
+        rows = [("steps", steps), ("avg loss", f"{self.position.loss_ema:#.4g} (moving average over about 20 steps)")]
         if after is not None:
             first, change = "", ""
             if before is not None and self._validated_at:  # again since the first step
-                first, change = f"{before:.4f} before -> ", f" ({(after / before - 1) * 100:+.1f} %)"
+                first, change = f"{before:#.4g} before -> ", f" ({(after / before - 1) * 100:+.1f} %)"
             when = "after" if self._validated_at else "before the first step"
-            rows.append(("validation loss", f"{first}{after:.4f} {when}{change}"))
+            rows.append(("validation loss", f"{first}{after:#.4g} {when}{change}"))
             for name, of_loss in self.task.from_val_loss.items():
                 first = "" if before is None else f"{of_loss(before):.1f} -> "
                 rows.append((name, f"{first}{of_loss(after):.1f}"))
         if self.val_prior_loss is not None:
-            rows.append(("changed elsewhere", f"{self.val_prior_loss:.4f} (squared, of velocities on general prompts)"))
+            rows.append(("changed elsewhere", f"{self.val_prior_loss:#.4g} (squared, velocities on general prompts)"))
         rows += [*self.progress.summary(), ("peak memory", f"{peak_memory_bytes() / 2**30:.2f} GiB")]
         if self.stop_request.stop is not None:
             rows.append(("stopped", f"by {self.stop_request.stop} before step {self.task.total_steps}"))
         elif self.stopped:
-            rows.append(("stopped early", f"no lower validation loss since {self.position.best_val_loss:.4f}"))
+            rows.append(("stopped early", f"no lower validation loss since {self.position.best_val_loss:#.4g}"))
         images = self._plot()
         stem = self.names.stem() if self.stop_request.stop is None else self._state_stem
         files = [self._saved_names.weights(stem), *images, self.names.folder / "metrics.jsonl"]

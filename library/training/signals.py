@@ -66,25 +66,29 @@ def resume_hint(stop_request: StopRequest, step: int, state: Path) -> str:
 
 @contextmanager
 def interruptible(remark: str) -> Iterator[None]:
-    """Inside the block Ctrl-C prints ``remark`` before anything that runs is waited for; a second one kills.
+    """Inside the block the first signal prints ``remark`` before anything that runs is waited for; a second one kills.
 
-    The ``KeyboardInterrupt`` that it raises then has the remark, by which :func:`exit_on_user_error` knows.
+    The ``KeyboardInterrupt`` that it raises then has the remark and the exit code, by which
+    :func:`exit_on_user_error` knows.
     """
 
     def print_and_raise(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for each in usual:
+            signal.signal(each, signal.SIG_DFL)
         print(f"{chr(10) * sys.stderr.isatty()}interrupted: {remark}", file=sys.stderr, flush=True)
-        raise KeyboardInterrupt(remark)
+        raise KeyboardInterrupt(remark, 128 + number)
 
-    before = signal.getsignal(signal.SIGINT)
-    alone = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
-    if alone:
-        signal.signal(signal.SIGINT, print_and_raise)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    alone = threading.current_thread() is threading.main_thread()
+    usual = [n for n, handler in before.items() if alone and handler in (signal.SIG_DFL, signal.default_int_handler)]
+    for number in usual:
+        signal.signal(number, print_and_raise)
     try:
         yield
     finally:
-        if alone and signal.getsignal(signal.SIGINT) is print_and_raise:
-            signal.signal(signal.SIGINT, before)
+        for number in usual:
+            if signal.getsignal(number) is print_and_raise:
+                signal.signal(number, before[number])
 
 
 class SignalHandler:

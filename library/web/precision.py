@@ -34,7 +34,9 @@ RECIPES = {
     "nvfp4": "nvfp4: 4 bits, for RTX 50",
     "distilled": "no rounding: is the LoRA as strong on the distilled (turbo) model?",
 }
-_TOOLS = {f"tools/{name}.py" for name in ("quantize_model", "convert_lora", "refit_lora", "precision_report")}
+_TOOLS = {
+    f"tools/{name}.py" for name in ("quantize_model", "convert_lora", "merge_lora", "refit_lora", "precision_report")
+}
 _REPORT = "report/report.json"  # in a job's folder
 
 
@@ -135,7 +137,13 @@ def remedy(site: Site, request: Request, form: Form) -> Response:
     file = free_name((source.parent if is_in_outputs else site.roots.outputs[0]) / name, taken)
     command = [site.roots.show(file) if word == "{save_to}" else word for word in words]
     files = {"asked.json": json.dumps({"report": job.id, "remedy": number, "file": str(file)})}
-    site.jobs.add("remedy", file.name, command, queued=words[0] != "tools/convert_lora.py", files=files)
+    site.jobs.add(
+        "remedy",
+        file.name,
+        command,
+        queued=words[0] not in ("tools/convert_lora.py", "tools/merge_lora.py"),
+        files=files,
+    )
     return tell_changed()
 
 

@@ -112,7 +112,8 @@ def base_mismatch(metadata: Mapping[str, str], fingerprint: str, merged: str = "
     if "tandem.refitted" in metadata:
         name = metadata.get("tandem.base_name", "an fp8 file")
         return f"fitted to {name} ({trained_on}), this base is {fingerprint}; refit the original LoRA to this one"
-    return f"trained on base {trained_on}, this one is {fingerprint} (other weights or file)"
+    name = f" ({metadata['ss_sd_model_name']})" if metadata.get("ss_sd_model_name") else ""
+    return f"trained on base {trained_on}{name}, this one is {fingerprint} (other weights or file)"
 
 
 @dataclass(frozen=True)

@@ -364,8 +364,10 @@ class BaseWeights:
         return json.dumps(named) if named else ""
 
 
-def read_base_weights(paths: Sequence[str], strengths: Sequence[float], targets: LoraTargets) -> BaseWeights:
-    """Read LoRAs to merge; strengths that are not given are 1.
+def read_base_weights(
+    paths: Sequence[str], strengths: Sequence[float], targets: LoraTargets, base_fingerprint: str = ""
+) -> BaseWeights:
+    """Read LoRAs to merge; strengths that are not given are 1, and ``base_fingerprint`` is of what they change.
 
     Raises:
         UserError: a file is missing, damaged, or no LoRA of this family, or has nothing for the transformer.
@@ -381,6 +383,8 @@ def read_base_weights(paths: Sequence[str], strengths: Sequence[float], targets:
         file = load_adapter(path, targets)
         parts = targets.by_component(file.weights)
         left_out += file.notes
+        if base_fingerprint and (remark := base_mismatch(file.metadata, base_fingerprint)):
+            left_out.append(f"{path}: {remark}")
         of_transformer = parts.pop(targets.file_prefix, {})
         if not of_transformer:
             raise UserError(f"base_weights: {path} has nothing for the transformer; give a LoRA that has")

@@ -120,6 +120,10 @@ def test_a_distilled_model_names_what_to_train_and_where_the_lora_is_used(row: A
             row.adapter
         )
         assert len(model_type_of(values | {"base_weights": ["a.safetensors"]})[1]) == 1
+        taught = values | {"distill_from": row.train_on}  # by its base, whose answers are those of many steps
+        assert "undoes; set distill_effect = true" in model_type_of(taught)[1][1]
+        for more in ({"distill_effect": True}, {"distill_from": row.hub}):
+            assert len(model_type_of(taught | more)[1]) == 1
 
 
 @pytest.mark.parametrize("row", [row for row in published_models() if not row.has_own_layers], ids=lambda row: row.name)

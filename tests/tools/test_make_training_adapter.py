@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ def test_an_interrupted_run_goes_on_and_a_lora_is_trained_on_the_model_with_the_
     images = sorted((output / "images").rglob("*.png"))
     assert len(images) == 5
     assert len({path.read_bytes() for path in images}) == 5  # the same prompt again has another seed
+    assert [path.stat().st_mtime_ns for path in saved] == times
+    listed = flags(turbo, output, images=6, distilled_steps=2, max_train_steps=3)
+    (tmp_path / "prompts.txt").write_text("a ring --w 32 --h 32\na dot --w 32 --h 32\n")
+    call(make_training_adapter, *listed)
+    assert len(sorted((output / "images").rglob("*.png"))) == 5 + 3  # the rings of before, dots, and none is lost
+    captions = [json.loads(line)["caption"] for line in (output / "images/images.jsonl").read_text().splitlines()]
+    assert captions == ["a ring", "a dot"] * 3
     assert [path.stat().st_mtime_ns for path in saved] == times
     adapter = output / "training_adapter.safetensors"
     assert load_lora(adapter, FLUX_TARGETS).weights

@@ -91,7 +91,8 @@ def test_a_first_ctrl_c_is_answered_while_sampling_and_the_rest_of_the_samples_i
     assert "sampled at step 2" not in done.stdout  # a resumed run draws what is missing
 
 
-def test_ctrl_c_before_the_first_step_ends_it_with_one_line() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_before_the_first_step_ends_it_with_one_line(number: int) -> None:
     code = (
         "import os, signal, sys, time\n"
         "from library.errors import exit_on_user_error\n"
@@ -99,13 +100,13 @@ def test_ctrl_c_before_the_first_step_ends_it_with_one_line() -> None:
         "from unittest.mock import MagicMock\n"
         "class Task(MagicMock):\n"
         "    def open(self, state):\n"
-        "        try: os.kill(os.getpid(), signal.SIGINT); time.sleep(9)\n"
+        f"        try: os.kill(os.getpid(), {number}); time.sleep(9)\n"
         "        finally: print('threads end', file=sys.stderr)\n"  # what runs is waited for after the answer
         "exit_on_user_error(lambda: Run(Task()).prepare(None))()\n"
     )
     done = run_code(code, [], ROOT)
     assert done.stderr == "interrupted: before the first step; what is cached is kept\nthreads end\n"
-    assert done.returncode == 130
+    assert done.returncode == 128 + number
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

@@ -284,11 +284,11 @@ def test_what_a_run_does_before_its_first_step_is_shown_live(server: Server, tab
         advance = preparation.begin("checking images", 40)
         advance(40)
         words = {
-            "generating images of general prompts": "24 images of 512 x 512",
+            "generating images from prompts": "24 images of 512 x 512",
             "encoding images": "64 new, 0 cached",
         }
         preparation.plan({**words, "the first step": "like every other step"}, Console(quiet=True))
-        advance = preparation.begin("generating images of general prompts", 24)
+        advance = preparation.begin("generating images from prompts", 24)
         tab.open("/run?path=output/begins")
         steps = tab.page.get_by_role("list", name="Before the first step").get_by_role("listitem")
         expect(steps).to_have_count(4)
@@ -304,7 +304,7 @@ def test_what_a_run_does_before_its_first_step_is_shown_live(server: Server, tab
         tab.fits()
         tab.open("/")
         expect(tab.page.locator(".run", has_text="begins")).to_contain_text(
-            "generating images of general prompts: 3 of 24, about"
+            "generating images from prompts: 3 of 24, about"
         )
         tab.open("/run?path=output/begins")
         write_metrics(folder, 1)

@@ -284,7 +284,7 @@ def one_line(metrics: dict[str, float]) -> str:
     """
     speed, waited = metrics["s_per_it"], metrics["data_wait_s"]
     waiting = f" ({waited:.2f} s of it waiting for data)" if waited > speed / 20 else ""
-    parts = [f"avg loss {metrics['loss_ema']:.4f}", *_rates(metrics), f"{speed:.2f} s/it{waiting}"]
+    parts = [f"avg loss {metrics['loss_ema']:#.4g}", *_rates(metrics), f"{speed:.2f} s/it{waiting}"]
     parts += [f"{metrics['peak_mem_bytes'] / 2**30:.1f} GiB"]
     return "  ".join(parts)
 

@@ -247,6 +247,6 @@ def checkpoints_of(folder: Path) -> list[Checkpoint]:
         values, about = validations.get(step, {}), path.stem if step < 0 else f"step {step}"
         held_out = f"{'lowest ' * (values.get('val_loss') == least)}held-out loss"
         numbers = {held_out: values.get("val_loss"), "changed elsewhere": values.get("val_prior_loss")}
-        about += "".join(f", {what} {value:.4f}" for what, value in numbers.items() if value is not None)
+        about += "".join(f", {what} {value:#.4g}" for what, value in numbers.items() if value is not None)
         rows.append(Checkpoint(path, step, about))
     return rows

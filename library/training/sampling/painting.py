@@ -1,10 +1,10 @@
 """Pictures that the base paints of general prompts: to train on beside the subject, and to see what changes there.
 
 A set of prompts is painted once by the model as it is before training, with the guidance and steps of the run's own
-samples, into a folder named by all that the pictures follow from. What is there already, byte for byte as it was
-painted, is not painted again, so an interrupted run goes on, and the next run on the same base starts at once. Each
-picture has its prompt beside it as a caption: the folder is a subset like any other, whose images and captions are
-cached and batched as the others are.
+samples, into a folder named by all that they follow from besides the prompt, in files named by the prompt. What is
+there already, byte for byte as it was painted, is not painted again: an interrupted run goes on, the next run on the
+same base starts at once, and of further prompts only those are painted. Each picture has its prompt beside it as a
+caption: pictures are a subset like any other, whose images and captions are cached and batched as the others are.
 
 ``general`` names prompts that come with Tandem (``general_prompts.toml``): 16 to train on, 8 others, which nobody
 trains on, to measure by. Pictures have half the sides of the dataset's largest resolution, but a square of 512 at least
@@ -54,7 +54,7 @@ from networks.merging.merge import BaseWeights
 
 Encoders = tuple[ImageEncoder, TextEncoder]
 GENERAL = Path(__file__).with_name("general_prompts.toml")
-PAINTING = "generating images of general prompts"
+PAINTING = "generating images from prompts"
 _VERSION = 2  # of how pictures are made; counted up where the same prompt gives another picture
 _LEAST_SIDE = 512  # of a square as large as a picture, which every family has been trained on
 _ROOM = 4 * GIB  # beside the weights, for a picture's activations and the autoencoder
@@ -70,7 +70,7 @@ class PaintedSet:
     @property
     def pictures(self) -> list[tuple[Path, SamplePrompt]]:
         """Where each prompt's picture lies, and the prompt."""
-        return [(self.folder / f"{number:04d}.png", prompt) for number, prompt in enumerate(self.prompts)]
+        return [(self.folder / f"{_digest(prompt.line())}.png", prompt) for prompt in self.prompts]
 
     @property
     def paths(self) -> list[Path]:
@@ -136,7 +136,8 @@ def painted_set(
     """Return the pictures of ``prompts``, in a folder below ``cache`` whose name says what they follow from."""
     scheduler = sorted(item for item in family.scheduler().config.items() if not item[0].startswith("_"))
     made_by = [*family.identity(), scheduler, base_weights.fingerprint(), *(one.fingerprint for one in encoders)]
-    return PaintedSet(cache / "painted" / _key(config, made_by, prompts), prompts)
+    precision = sorted(config.precision.model_dump().items()), config.model.base_dtype, config.training.mixed_precision
+    return PaintedSet(cache / "painted" / _digest((_VERSION, made_by, *precision)), prompts)
 
 
 def painted_size(resolutions: Iterable[tuple[int, int]], pixel_multiple: int) -> tuple[int, int]:
@@ -155,12 +156,8 @@ def _read(key: str, path: str, seed: int, pixel_multiple: int, usual: SampleProm
     return [replace(usual, prompt=text, seed=seed + number) for number, text in enumerate(texts)]
 
 
-def _key(config: TrainConfig, made_by: Sequence[object], prompts: Sequence[SamplePrompt]) -> str:
-    parts = (
-        _VERSION, made_by, sorted(config.precision.model_dump().items()), config.model.base_dtype,
-        config.training.mixed_precision, [prompt.line() for prompt in prompts],
-    )  # fmt: skip
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def paint(
@@ -184,7 +181,7 @@ def paint(
             "preserve_prompts, general_prompts: their pictures are painted by one process, and the model is split; "
             "paint them in one process first: tools/cache_dataset.py --tp 1 --pp 1 --shard 1 with this configuration"
         )
-    with agreed("generating images of general prompts"):
+    with agreed(PAINTING):
         if todo := missing_of(sets, accelerator.process_index, accelerator.num_processes):
             loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
             loader.changes = base_weights.changes(family.targets)

@@ -47,6 +47,7 @@ from library.errors import UserError
 from library.files import clear_leftovers
 from library.models.family import Family
 from library.models.family_by_name import model_family, with_transformer
+from library.models.layer_names import LoraTargets
 from library.precision.recipe import WeightLoader, plan_base
 from library.processes import agreed
 from library.safetensors_io import is_complete, write_safetensors
@@ -57,8 +58,9 @@ from library.training.report.progress import counting
 from library.training.tasks.image_step import Teacher
 from library.training.tasks.task import run_length
 from networks.files.adapters import load_lora
+from networks.files.weights import LoraWeights
 from networks.merging.merge import read_base_weights
-from networks.network import AdapterNetwork, attach_lora
+from networks.network import attach_lora
 
 
 def prepare_teacher(
@@ -80,6 +82,9 @@ def prepare_teacher(
     assert lora is not None, "the config's rules ask for one"
     if family.quantized_file() is not None:
         raise UserError(f"distill_from: {settings.distill_from} is in fp8; give the bf16 model")
+    weights = _lora_weights(lora, family.targets)
+    if settings.distill_effect and not any(each.up.any() and each.down.any() for each in weights.values()):
+        raise UserError(f"distill_lora: {lora} is zero and changes nothing, so it has no effect to learn; give another")
     folder = Path(settings.distill_cache or Path(config.saving.output_dir) / "teacher")
     teacher = Teacher(folder / _key(config, family, lora, data, accelerator), settings.distill_weight)
     rank, size = model_parallel_rank_and_size(accelerator)  # of those that see the same batches and share the work
@@ -103,7 +108,8 @@ def prepare_teacher(
                 loader = plan_base(config.precision, runs.quantized_file(), config.training.seed, accelerator.device)
                 transformer = _load_base(config, runs, loader, accelerator.device)
             else:
-                runs, (transformer, network) = family, _load_teacher(config, family, lora, accelerator.device)
+                runs, transformer = family, _load_base(config, family, WeightLoader(), accelerator.device)
+                network = attach_lora(transformer, weights, family.targets, lora)
             with counting(console) as progress:
                 advance = progress(
                     "velocities without a LoRA" if answers is without_lora else "velocities of the teacher", len(todo)
@@ -135,14 +141,12 @@ def _load_base(config: TrainConfig, family: Family, loader: WeightLoader, device
     return transformer.requires_grad_(False).eval()
 
 
-def _load_teacher(
-    config: TrainConfig, family: Family, lora: str, device: torch.device
-) -> tuple[nn.Module, AdapterNetwork]:
-    targets, transformer = family.targets, _load_base(config, family, WeightLoader(), device)
+def _lora_weights(lora: str, targets: LoraTargets) -> dict[str, LoraWeights]:
+    """Return layer of the transformer -> weights."""
     weights = targets.by_component(load_lora(lora, targets).weights).get(targets.file_prefix, {})
     if not weights:
         raise UserError(f"distill_lora: {lora} has nothing for the transformer; give the LoRA that was trained in bf16")
-    return transformer, attach_lora(transformer, weights, targets, lora)
+    return weights
 
 
 def _coming_batches(

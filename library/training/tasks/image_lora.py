@@ -144,8 +144,9 @@ class ImageLora(LoraTask):
         self.plan = resolve_images(raw_config, family)
         config, self.dtype, self.training = self.plan.config, self.plan.dtype, self.plan.config.training
         self.more_metrics = STEPS[config.pairs.train_on].more_metrics
+        self.base_fingerprint, self.base_parts = family.fingerprint(), family.other_parts()
         self.base_weights = read_base_weights(
-            config.network.base_weights, config.network.base_weights_multiplier, family.targets
+            config.network.base_weights, config.network.base_weights_multiplier, family.targets, self.base_fingerprint
         )
         vae = config.model.vae_dtype
         vae_dtype = self.dtype if vae == "auto" else PRECISIONS[vae]
@@ -174,7 +175,6 @@ class ImageLora(LoraTask):
             swapped_per_kind(kind_sizes(family.blocks(outline)), swapped)
         for line in family.unused_tensors():
             self.console.print(f"note: {line}", soft_wrap=True)
-        self.base_fingerprint, self.base_parts = family.fingerprint(), family.other_parts()
         self.text_fingerprint = self.text_encoder.weights_fingerprint if self.plan.network.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
         asked = {"preserve_directions": raw_config.preservation.preserve_directions}  # another layout may take none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,10 @@ def test_samples_are_the_other_models_and_training_is_unchanged(
     assert max(high for _, high in difference(shown, others).getextrema()) > 20, "the models differ"
 
 
-def test_a_training_adapter_is_left_out_of_samples(models: tuple[Path, Path], dataset: Path, tmp_path: Path) -> None:
-    _, turbo = models
+def test_a_training_adapter_is_left_out_of_samples_and_named_where_it_is_another_models(
+    models: tuple[Path, Path], dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, turbo = models
     run(turbo, dataset, tmp_path / "adapter", **Z_IMAGE | {"learning_rate": 0.2})
     adapter = tmp_path / "adapter/lora.safetensors"
     (tmp_path / "prompts.txt").write_text(PROMPT)
@@ -168,6 +171,9 @@ def test_a_training_adapter_is_left_out_of_samples(models: tuple[Path, Path], da
     expected = picture(turbo, turbo, tmp_path / "out/lora.safetensors", tmp_path / "generated")
     shown = Image.open(tmp_path / "out/samples/step000003_00.png").convert("RGB")
     assert max(high for _, high in difference(shown, expected).getextrema()) <= 3
+    assert "trained on base" not in capsys.readouterr().out
+    run(base, dataset, tmp_path / "other", **Z_IMAGE | {"base_weights": [adapter]})
+    assert re.search(r"adapter/lora.safetensors: trained on base \w+ \(turbo\), this one is", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -230,3 +230,14 @@ def test_a_teacher_in_fp8_is_refused(base: Path, dataset: Path, liked: Path, tmp
     settings = taught(base, liked) | {"distill_from": tmp_path / "fp8"}
     with pytest.raises(UserError, match="is in fp8; give the bf16 model"):
         run(base, dataset, tmp_path, **settings)
+
+
+def test_a_lora_that_changes_nothing_has_no_effect_to_learn(
+    base: Path, dataset: Path, liked: Path, tmp_path: Path
+) -> None:
+    weights = load_lora(liked, FLUX_TARGETS).weights
+    zeros = {name: LoraWeights(each.down, torch.zeros_like(each.up), each.alpha) for name, each in weights.items()}
+    save_adapter(tmp_path / "zero.safetensors", zeros, FLUX_TARGETS)
+    settings = {"distill_from": base, "distill_effect": True, "network_weights": tmp_path / "zero.safetensors"}
+    with pytest.raises(UserError, match=r"zero.safetensors is zero and changes nothing, so it has no effect to learn"):
+        run(base, dataset, tmp_path / "out", network_alpha=4, **settings)

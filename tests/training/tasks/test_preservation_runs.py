@@ -121,7 +121,7 @@ def test_all_damaged_images_are_named_before_anything_is_painted_or_encoded(
     assert sorted(Path(line.partition(": ")[0]).name for line in said) == sorted(names)
     assert all("replace or remove it" in line for line in said)
     assert not list(files["cache_directory"].rglob("*.safetensors")) + painted(files["cache_directory"])
-    assert "generating images of general prompts" not in capsys.readouterr().out
+    assert "generating images from prompts" not in capsys.readouterr().out
 
 
 def test_an_image_that_was_decoded_once_is_not_decoded_at_the_next_start(
@@ -144,7 +144,7 @@ def said_and_done(out: str, cache: Path) -> tuple[dict[str, int], dict[str, int]
     for name, number in re.findall(r"^([a-z ]+): (\d+) of \2$", out, re.M):
         counted_to[name] = int(number)
     there = {
-        "generating images of general prompts": len(painted(cache)),
+        "generating images from prompts": len(painted(cache)),
         "encoding images": len([*cache.glob("latents/*")]),
     }
     return said, counted_to, there | {"encoding captions": len([*cache.glob("text/*")])}
@@ -159,7 +159,7 @@ def test_the_list_of_what_is_done_before_the_first_step_is_what_is_done_then(
     said, done, there = said_and_done(out := capsys.readouterr().out, cache)
     assert {**said, "sampling": 0} == {**there, "sampling": 0}
     assert all(done[name] == number for name, number in there.items())
-    assert there["generating images of general prompts"] == 4
+    assert there["generating images from prompts"] == 4
     assert out.index("checking images: 8 of 8") < out.index("before the first step:") < out.index("prompts: 0 of 4")
     assert "preserve: 40% of the samples" in out
     painted(cache)[0].unlink()
@@ -167,12 +167,12 @@ def test_the_list_of_what_is_done_before_the_first_step_is_what_is_done_then(
     run(base, dataset, tmp_path / "two", **files)
     said, done, again = said_and_done(capsys.readouterr().out, cache)
     assert again == there
-    assert said["generating images of general prompts"] == done["generating images of general prompts"] == 1
+    assert said["generating images from prompts"] == done["generating images from prompts"] == 1
     run(base, dataset, tmp_path / "three", **files)
     said, done, again = said_and_done(out := capsys.readouterr().out, cache)
     assert (said["encoding images"], said["encoding captions"], again) == (0, 0, there)
     assert "encoding" not in "".join(done)
-    assert "generating images of general prompts" not in out
+    assert "generating images from prompts" not in out
     assert not [*tmp_path.rglob(".preparing.json")]
 
 
@@ -184,7 +184,7 @@ def test_an_empty_caption_is_found_before_anything_is_painted(
     with pytest.raises(UserError, match=image.stem):
         run(base, files.pop("dataset_config"), tmp_path / "out", **files)
     assert painted(tmp_path / "cache") == []
-    assert "generating images of general prompts" not in capsys.readouterr().out
+    assert "generating images from prompts" not in capsys.readouterr().out
 
 
 def test_small_shared_memory_is_told_and_nobody_waits_in_it(
