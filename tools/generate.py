@@ -225,7 +225,8 @@ def grid(options: argparse.Namespace) -> list[Path]:
 
     steps, to = _complete(options), options.save_to or options.run / "grid"
     family, prompts, make = _opened(options)
-    columns = list(dict.fromkeys((prompt, now) for prompt in prompts for now in options.strengths))
+    strengths = [float(f"{now:g}") for now in options.strengths]  # as a picture's name has it
+    columns = [*{(prompt.line(), now): (prompt, now) for prompt in prompts for now in strengths}.values()]
     keys = (*_FP8_FLAGS, *_OF_TEXTS, "control_resolution", "no_resize_control", "inpaint_blank")
     how = [family.fingerprint(), *device_and_dtype(options.mixed_precision), *(getattr(options, key) for key in keys)]
     rows = []

@@ -122,6 +122,12 @@ class OnlyWith:
         return f"{' or ' if self.any_of else ', '}".join(_need(key, wanted) for key, wanted in self.needs.items())
 
 
+def unmet_of(field: FieldInfo, values: Mapping[str, Any]) -> OnlyWith | None:
+    """Return the marker of an option whose needs ``values`` do not meet, so that it has no effect; None: it has."""
+    markers = (marker for marker in field.metadata if isinstance(marker, OnlyWith))
+    return next((marker for marker in markers if marker.unmet(values)), None)
+
+
 def _is_met(wanted: tuple[str, ...] | Above | bool, value: Any) -> bool:
     return is_nothing(value) is not wanted if isinstance(wanted, bool) else value in wanted
 

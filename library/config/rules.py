@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from library.config.chat_schema import ChatTrainConfig
-from library.config.markers import OnlyWith, is_nothing, listed, options
+from library.config.markers import is_nothing, listed, options, unmet_of
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.optimizer_types import ELEMENTWISE, SHARDABLE, OptimizerType, estimates_step_size, optimizer_named
 from library.config.pretrain_schema import PretrainConfig
@@ -625,13 +625,11 @@ def reason_alone(message: str, key: str) -> str:
 
 def _without_effect(config: Any, settings: Settings) -> Iterator[Conflict]:
     for key, _, field in options(config):
-        for marker in field.metadata if key in settings.given else ():
-            if not isinstance(marker, OnlyWith) or not (marker.overridden or settings.asks(key)):
-                continue
-            if unmet := marker.unmet(settings.values):
-                message = f"{key}: has no effect {marker.reason(settings.values)}; remove it"
-                yield Conflict((key, *unmet), message, harmless=True, overridden=marker.overridden)
-                break
+        marker = unmet_of(field, settings.values) if key in settings.given else None
+        if marker is not None and (marker.overridden or settings.asks(key)):
+            message = f"{key}: has no effect {marker.reason(settings.values)}; remove it"
+            keys = (key, *marker.unmet(settings.values))
+            yield Conflict(keys, message, harmless=True, overridden=marker.overridden)
 
 
 def model_conflicts(model: ModelConfig) -> Iterator[Conflict]:

@@ -21,8 +21,8 @@ import torch
 
 from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
 from library.config.family_defaults import FAMILY, family_defaults, settle
-from library.config.markers import options, split_pairs
-from library.config.model_types import MODEL_TYPES, ConditionKind
+from library.config.markers import options, split_pairs, unmet_of
+from library.config.model_types import ConditionKind
 from library.config.optimizer_types import optimizer_named
 from library.config.pretrain_schema import LLMOptimizerConfig, PretrainConfig
 from library.config.schema import (
@@ -112,10 +112,10 @@ def as_in_state(config: LoraConfig, saved: Mapping[str, Any]) -> LoraConfig:
 def family_options(config: TrainConfig | ChatTrainConfig) -> dict[str, tuple[Any, bool]]:
     """Return the options that are the family's to say and have an effect, and whether it says them."""
     given = {key for name in type(config).model_fields for key in getattr(config, name).model_fields_set}
-    named = {k: v for k, v, field in options(config) if field.default is FAMILY or k in _AUTOS}
-    inert = set() if isinstance(config, ChatTrainConfig) or _is_static(config.flow) else {"discrete_flow_shift"}
-    inert |= set() if MODEL_TYPES[config.model.model_type].takes_guidance else {"guidance_scale"}
-    return {k: (v, k not in given or v == "auto") for k, v in named.items() if k not in inert}
+    values = {key: value for key, value, _ in options(config)}
+    named = [(key, field) for key, _, field in options(config) if field.default is FAMILY or key in _AUTOS]
+    counts = [key for key, field in named if not unmet_of(field, values)]
+    return {key: (values[key], key not in given or values[key] == "auto") for key in counts}
 
 
 def _is_static(flow: FlowConfig) -> bool:

@@ -377,7 +377,7 @@ class Run:
             values = self.task.validate(step)
         loss, elsewhere, parts = values.get("val_loss"), values.get("val_prior_loss"), list[str]()
         if loss is not None:
-            parts.append(f"loss {loss:#.4g}" + (f", {self.val_losses[-1]:#.4g} before" if self.val_losses else ""))
+            parts.append(f"loss {loss:#.4g}" + (f" (last time {self.val_losses[-1]:#.4g})" if self.val_losses else ""))
             values |= {f"val_{name}": of_loss(loss) for name, of_loss in self.task.from_val_loss.items()}
             self.val_losses.append(loss)
         if elsewhere is not None:
@@ -552,7 +552,7 @@ class Run:
         if after is not None:
             first, change = "", ""
             if before is not None and self._validated_at:  # again since the first step
-                first, change = f"{before:#.4g} before -> ", f" ({(after / before - 1) * 100:+.1f} %)"
+                first, change = f"{before:#.4g} before the first step -> ", f" ({(after / before - 1) * 100:+.1f} %)"
             when = "after" if self._validated_at else "before the first step"
             rows.append(("validation loss", f"{first}{after:#.4g} {when}{change}"))
             for name, of_loss in self.task.from_val_loss.items():

@@ -14,11 +14,12 @@ import pytest
 from diffusers.modular_pipelines.flux3 import before_denoise, denoise
 
 from library.config import load_config
-from library.config.family_defaults import family_defaults, presets
+from library.config.family_defaults import FAMILY, family_defaults, presets
 from library.config.load import load_for
 from library.config.markers import options
 from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODELS, MODEL_TYPES
 from library.config.scripts import LANGUAGE_LORA, LORA
+from library.errors import UserError
 from library.models.family_by_name import family_class, model_family
 from library.training.flow import resolve_sampling
 from library.training.plan import as_in_state, family_options, with_precision
@@ -83,6 +84,31 @@ def test_a_family_has_the_same_defaults_on_the_command_line_in_a_file_and_in_the
     other = type(of_flags).model_validate(of_flags.model_dump(exclude_unset=True) | {"model": {
         "model_type": "krea2", "pretrained_model_name_or_path": "m"}})  # fmt: skip
     assert (other.network.network_dim, other.network.network_alpha, other.optimizer.learning_rate) == (32, 32, 3e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "flags", "counts", "idle"),
+    [
+        ("flux", [], "network_dim network_alpha guidance_scale", "discrete_flow_shift"),
+        ("flux", ["--network_weights", "a", "--dim_from_weights"], "learning_rate", "network_dim network_alpha"),
+        ("flux", ["--timestep_sampling", "shift"], "discrete_flow_shift", ""),
+        ("krea2", [], "network_dim", "guidance_scale"),
+    ],
+)
+def test_only_defaults_that_count_are_said(model_type: str, flags: list[str], counts: str, idle: str) -> None:
+    """A default that is said has an effect: the same option, set, is refused or left out exactly where it is not."""
+    said = family_options(config_of(model_type, *flags)).keys()
+    assert set(counts.split()) <= said
+    assert not set(idle.split()) & said
+    for key, value, field in options(config_of(model_type, *flags)):
+        if field.default is FAMILY:
+            noted: list[Any] = []
+            try:
+                load_config(["--model_type", model_type, *REQUIRED, *flags, f"--{key}", str(value)], noted)
+            except UserError as error:
+                noted = [error]
+            without = [str(one) for one in noted if "has no effect" in str(one)]
+            assert any(key in one for one in without) == (key not in said)
 
 
 def test_alpha_is_the_rank_and_a_factor_is_one() -> None:

@@ -100,10 +100,14 @@ def text_encoder_lora(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [with_run, text_encoder_lora])
-def test_several_strengths_give_what_separate_runs_give(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_several_strengths_give_what_separate_runs_give(
+    make: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lora = make(tmp_path)
-    words = ["--steps", lora.name, "--strengths", "0", "0.5", "1.2"]
-    (found,) = grid_of(lora.parent, *words)[1]
+    words = ["--steps", lora.name, "--strengths", "0", "0.5", "1.2", "0.50000001"]  # of one name, so one picture
+    record, (found,) = grid_of(lora.parent, *words)
+    assert [now for _, now in record["columns"]] == [0, 0.5, 1.2] * 2
+    assert re.search(r"zorbo.*, strength 0, 0.5, 1.2\n|clip.*, strength 0, 0.5, 1.2\n", capsys.readouterr().out)
     without = painted("--save_to", str(tmp_path / "0"))
     half = painted("--lora", f"{lora}:0.5", "--save_to", str(tmp_path / "half"))
     more = painted("--lora", f"{lora}:1.2", "--save_to", str(tmp_path / "more"))

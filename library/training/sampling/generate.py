@@ -117,9 +117,10 @@ def _encode_each(
         texts |= text_jobs(prompt, text_encoder.sees_references, rules)
     embeddings: dict[tuple[tuple[LoraSource, ...], float] | None, dict[str, dict[str, torch.Tensor]]] = {}
     for loras in dict.fromkeys(cell.loras for cell in cells):  # all of them together may be too large for the memory
-        weights = read_loras(loras, family, console)
+        strengths = list(dict.fromkeys(cell.strength for cell in cells if cell.loras == loras))
+        weights = read_loras(loras, family, console, strengths)
         by_text = any(encoder.name in weights for encoder in family.targets.text_encoders)
-        for strength in dict.fromkeys(cell.strength for cell in cells if cell.loras == loras):
+        for strength in strengths:
             changed, key = weights if strength else {}, (loras, strength) if by_text else None
             if key not in embeddings:
                 names = _names(loras)
@@ -139,13 +140,19 @@ def _names(loras: Sequence[LoraSource]) -> str:
     return " + ".join(str(lora.path) for lora in loras)
 
 
-def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) -> dict[str, dict[str, LoraWeights]]:
-    """Return component (transformer, text encoders) -> the sum of all LoRAs there; say what they are."""
+def read_loras(
+    loras: Sequence[LoraSource], family: Family, console: Console, strengths: Sequence[float] = (1.0,)
+) -> dict[str, dict[str, LoraWeights]]:
+    """Return component (transformer, text encoders) -> the sum of all LoRAs there; say what they are.
+
+    ``strengths`` multiply their own, one after the other.
+    """
     targets = family.targets
     read = [(source, load_lora(source.path, targets)) for source in loras]
     fingerprint = family.fingerprint() if any("tandem.base_fingerprint" in lora.metadata for _, lora in read) else None
     for source, lora in read:
-        console.print(f"{source.path}: {lora.layout}, {counted(len(lora.weights), 'layer')}, strength {source.ratio:g}")
+        used = ", ".join(f"{source.ratio * strength:g}" for strength in strengths)
+        console.print(f"{source.path}: {lora.layout}, {counted(len(lora.weights), 'layer')}, strength {used}")
         if fingerprint and (remark := base_mismatch(lora.metadata, fingerprint)):
             console.print(f"note: {source.path}: {remark}")
         for note in lora.notes:
