@@ -27,6 +27,7 @@ from library.errors import UserError, counted, names_in_short, undone
 from library.models.layer_names import LoraTargets
 from library.randomness import generator
 from networks.adapters.base import AdapterLinear
+from networks.adapters.combined import CombinedLinear
 from networks.adapters.lora import DoRALinear, LoRALinear, init_pissa, join
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
 from networks.adapters.tokens import TiedHead, TokenRows
@@ -181,8 +182,8 @@ class AdapterNetwork:
         """Set the strength of all updates; 1.0 is as trained, and all that kinds other than LoRA have."""
         check_strength("LoRA", multiplier)
         for layer in self.modules.values():
-            if isinstance(layer, TokenRows) or (isinstance(layer, LoRALinear) and layer.kind == "lora"):
-                layer.multiplier = multiplier
+            if isinstance(layer, (TokenRows, CombinedLinear)) or layer.kind == "lora":
+                layer.multiplier = multiplier  # type: ignore[assignment]
             elif multiplier != 1.0:
                 raise UserError(f"a {TITLES[layer.kind]} changes weights as a whole and has no strength; leave it at 1")
 
@@ -303,7 +304,8 @@ def attach_lora(
             layers[name] = TokenRows(model.get_submodule(targets.path_in_model(name)), tokens[name], dtype)
             continue
         if w.kind not in ("lora", "dora"):
-            raise UserError(f"{source}: is a {w.title}, which only a merge puts into a model; give a LoRA or DoRA")
+            layers[name] = CombinedLinear(linears[name])
+            continue
         options = NetworkOptions(dim=w.rank, alpha=alphas.alpha_of(name, w.rank) if alphas else w.alpha, kind=w.kind)
         layers[name] = make_layer(linears[name], w.rank, options, dtype)
     _join(layers, targets, weights)

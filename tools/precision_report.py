@@ -221,7 +221,7 @@ from library.training.sampling.generate import read_loras
 from networks.files.adapters import load_trainable
 from networks.files.layouts import PRECISIONS
 from networks.files.metadata import weight_file
-from networks.files.weights import DoraWeights, LoraWeights
+from networks.files.weights import AddedWeights, DoraWeights
 from networks.merging.merge import LoraSource
 
 
@@ -307,7 +307,7 @@ def _check_fix(options: argparse.Namespace) -> None:
         raise UserError("--fix: judges by finished images; give --steps 4 or more")
 
 
-def _loras(files: Sequence[str], models: Models, console: Console) -> dict[str, dict[str, LoraWeights]] | None:
+def _loras(files: Sequence[str], models: Models, console: Console) -> dict[str, dict[str, AddedWeights]] | None:
     """Return component -> layer -> weights of LoRA files; None of no file."""
     sources = [lora_source(text) for text in files]
     for source in sources:

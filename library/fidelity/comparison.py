@@ -25,7 +25,7 @@ from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, num
 from library.fidelity.tensors import TensorRow, compare_tensors, model_tensors, stored_dtypes, without_compensated
 from library.precision.parity.layer_errors import replaced
 from library.training.report.progress import Advance, counting
-from networks.files.weights import LoraWeights
+from networks.files.weights import AddedWeights
 from networks.network import attach_lora
 
 _IMAGES = 2  # that shares are measured on: tokens of one image differ more than images do
@@ -136,7 +136,7 @@ def _sensitive(rows: Sequence[LayerRow], faults: Sequence[Finding]) -> list[Find
 
 
 def _targets(
-    high: Mapping[str, Tensor], inside: Mapping[str, LoraWeights], dtype: torch.dtype
+    high: Mapping[str, Tensor], inside: Mapping[str, AddedWeights], dtype: torch.dtype
 ) -> Callable[[str], Tensor]:
     """Return what gives a tensor as it should be served, in the dtype of the products."""
 

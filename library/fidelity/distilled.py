@@ -31,7 +31,7 @@ from library.fidelity.intervals import images_to_tell, ratio_interval, side
 from library.fidelity.runs import EvalSet, Outcome, run_variant
 from library.fidelity.serving import Models, Variant
 from library.training.flow import STEP_PARTS
-from networks.files.weights import LoraWeights
+from networks.files.weights import AddedWeights
 from networks.network import attach_lora
 
 EQUAL = 0.02  # of the size: nobody sees less
@@ -156,7 +156,7 @@ def compare_distilled(
     eval_set: EvalSet,
     steps: int | None,
     console: Console,
-    served: Mapping[str, Mapping[str, LoraWeights]] | None = None,
+    served: Mapping[str, Mapping[str, AddedWeights]] | None = None,
 ) -> Distilled:
     """Return what the LoRAs of ``models`` do on its deployed model, the distilled one, beside what they do on its base.
 

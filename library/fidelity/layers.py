@@ -22,7 +22,7 @@ from library.precision.linear import QuantizedLinear
 from library.precision.parity.activations import LayerInputs
 from library.precision.parity.layer_errors import FLAGGED, relative_output_error, update_retention
 from library.precision.recipe import scheme_named
-from networks.files.weights import LoraWeights
+from networks.files.weights import AddedWeights
 
 _INT8 = scheme_named("int8_convrot")
 OUTLIER = 10.0  # a channel is one if its rms is over ten times the median channel's
@@ -96,7 +96,7 @@ def layer_row(
     deployed: nn.Module,
     served: nn.Module,
     inputs: LayerInputs,
-    update: LoraWeights | None,
+    update: AddedWeights | None,
     merged: Literal["no", "here", "in the file"],
 ) -> LayerRow:
     """Compare one layer.

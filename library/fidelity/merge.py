@@ -30,7 +30,7 @@ from library.precision.writing import write_quantized
 from library.safetensors_io import find_index
 from networks.files.adapters import AdapterFile
 from networks.files.base import Base, check_target, folder_copy, open_base
-from networks.files.weights import AdapterWeights, LoraWeights
+from networks.files.weights import AdapterWeights, FullWeights
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import (
     LoraSource,
@@ -172,21 +172,17 @@ def compensate(
     merge: QuantizedMerge,
     plan: CalibrationPlan,
     console: Console,
-    loras: Sequence[tuple[LoraSource, Mapping[str, object]]] = (),
+    loras: Sequence[tuple[LoraSource, Mapping[str, AdapterWeights]]] = (),
 ) -> dict[str, UpdateRetention]:
     """Run the model with ``loras`` on the calibration and round group by group; return what is left of each update."""
     calibration = plan.prepare(console, textures=True)
     fp8 = WeightLoader(None if merge.layout is not None else merge.recipe, compute="dequant")
     transformer = calibration.family.load_transformer(plan.dtype, plan.device, fp8=fp8)
-    plain = [
-        ({name: one for name, one in weights.items() if isinstance(one, LoraWeights)}, source.ratio)
-        for source, weights in loras
-        if all(isinstance(one, LoraWeights) for one in weights.values())
-    ]
-    if len(plain) < len(loras):
-        console.print("note: adapters of other kinds than LoRA are not in the model that is calibrated on")
-    if plain:
-        attach_lora(transformer, combine_loras(plain), merge.targets, "--lora")
+    whole = [any(isinstance(one, FullWeights) for one in weights.values()) for _, weights in loras]
+    if any(whole):
+        console.print("note: files that change biases or whole weights are not in the model that is calibrated on")
+    if beside := [(each, source.ratio) for (source, each), full in zip(loras, whole, strict=True) if not full]:
+        attach_lora(transformer, combine_loras(beside), merge.targets, "--lora")
     changed = merge.updates if merge.layout is not None else merge.quantized()
     first = {names[0]: tensor for tensor, names in merge.modules().items() if tensor in changed}
     left: dict[str, UpdateRetention] = {}

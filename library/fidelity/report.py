@@ -24,7 +24,7 @@ from library.fidelity.server_verdict import advice, findings, headline, is_alarm
 from library.fidelity.servers import Merging
 from library.fidelity.serving import CONDITIONING, REFERENCE, Models, Variant
 from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
-from networks.files.weights import LoraWeights
+from networks.files.weights import AddedWeights
 
 _FINE = 0.01  # share of an image's size that is lost without anybody seeing it
 _FLAGS = {  # where to look in a server: cause -> the flag that says what it does
@@ -211,7 +211,7 @@ def measure(
     console: Console,
     *,
     steps: int,
-    reference_loras: Mapping[str, dict[str, LoraWeights]] | None = None,
+    reference_loras: Mapping[str, dict[str, AddedWeights]] | None = None,
 ) -> Report:
     """Return the report.
 

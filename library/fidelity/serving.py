@@ -42,7 +42,7 @@ from library.precision.names import ActivationRounding
 from library.precision.recipe import Recipe
 from library.training.sampling.generate import encode_with_loras
 from networks.files.layouts import PRECISIONS
-from networks.files.weights import LoraWeights
+from networks.files.weights import AddedWeights
 from networks.network import attach_lora
 
 Paste = Literal["pixels", "latents"]
@@ -162,7 +162,7 @@ class Models:
 
     config: ModelConfig
     deployed: DeployedWeights
-    loras: Mapping[str, Mapping[str, LoraWeights]]
+    loras: Mapping[str, Mapping[str, AddedWeights]]
     dtype: torch.dtype
     device: torch.device
     server: Server = None  # type: ignore[assignment]  # __post_init__ finds the usual one
@@ -189,11 +189,11 @@ class Models:
     # The LoRA.
 
     @property
-    def transformer_lora(self) -> Mapping[str, LoraWeights]:
+    def transformer_lora(self) -> Mapping[str, AddedWeights]:
         """The transformer's part of the LoRAs."""
         return self.loras.get(self.targets.file_prefix, {})
 
-    def served_lora(self, variant: Variant) -> dict[str, dict[str, LoraWeights]]:
+    def served_lora(self, variant: Variant) -> dict[str, dict[str, AddedWeights]]:
         """Return component -> what ``variant`` leaves of the LoRAs.
 
         Raises:
@@ -212,7 +212,7 @@ class Models:
                 kept[component].pop(name, None)
         return {component: layers for component, layers in kept.items() if layers}
 
-    def served_transformer_lora(self, variant: Variant) -> dict[str, LoraWeights]:
+    def served_transformer_lora(self, variant: Variant) -> dict[str, AddedWeights]:
         """Return the transformer's part of :meth:`served_lora`."""
         return self.served_lora(variant).get(self.targets.file_prefix, {})
 
@@ -293,7 +293,7 @@ class Models:
         served, own = (family.scheduler().config.num_train_timesteps for family in families)
         return served / own
 
-    def _merge(self, model: nn.Module, loras: Mapping[str, LoraWeights], variant: Variant) -> None:
+    def _merge(self, model: nn.Module, loras: Mapping[str, AddedWeights], variant: Variant) -> None:
         """Merge the LoRA into ``model``'s weights, as :meth:`rounded_in` says.
 
         A deployed file takes it as servers do: added to the numbers that its values stand for, and rounded into the
@@ -342,10 +342,10 @@ class Models:
         self._merge(model, self.served_transformer_lora(variant), variant)
         return model.eval()
 
-    def merged_updates(self, variant: Variant) -> dict[str, LoraWeights]:
+    def merged_updates(self, variant: Variant) -> dict[str, AddedWeights]:
         """Return layer -> what :meth:`merged_weights` adds to it: what is served of the LoRA, at its strength."""
         lora = self.served_transformer_lora(variant)
-        return {name: LoraWeights(each.down, each.up, variant.strength * each.alpha) for name, each in lora.items()}
+        return {name: each.scaled(variant.strength) for name, each in lora.items()}
 
     # Activations.
 

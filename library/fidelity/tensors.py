@@ -46,7 +46,7 @@ from library.precision.fp8_numbers import FORMATS
 from library.precision.linear import QuantizedLinear
 from library.precision.parity.layer_errors import update_retention
 from library.randomness import generator
-from networks.files.weights import LoraWeights
+from networks.files.weights import AddedWeights
 
 Role = Literal["weight", "bias", "norm", "scale", "input_scale", "buffer"]
 
@@ -112,7 +112,7 @@ class TensorRow:
 def compare_tensors(
     reference: nn.Module,
     deployed: nn.Module,
-    updates: Mapping[str, LoraWeights],
+    updates: Mapping[str, AddedWeights],
     merged: bool,
     *,
     stored: Mapping[str, str] | None = None,
@@ -279,7 +279,7 @@ class _Pair:
 
     reference: _Place
     deployed: _Place
-    update: LoraWeights | None
+    update: AddedWeights | None
     merged: bool
 
     def matrices(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -297,7 +297,7 @@ def _compared(
     pair: _Pair,
     dtype: str,
     others: Callable[[], Mapping[str, Tensor]],
-    updates: Mapping[str, LoraWeights],
+    updates: Mapping[str, AddedWeights],
     on_grid: bool = False,
 ) -> tuple[TensorRow, Scheme | None]:
     """Measure one tensor, and say what was done to it if that is not just rounding.
@@ -461,7 +461,7 @@ def _by_its_update(
     high: Tensor,
     delta: Tensor,
     merged: bool,
-    updates: Mapping[str, LoraWeights],
+    updates: Mapping[str, AddedWeights],
 ) -> tuple[TensorRow | None, Tensor]:
     """Return the row if what is wrong with it is which update it holds, or how much of it; and that sum."""
     numbers = served.numbers

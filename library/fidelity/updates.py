@@ -23,7 +23,7 @@ from torch import Tensor
 
 from library.fidelity.grids import SURE, dot, gain_of, relative
 from library.precision.parity.layer_errors import update_retention
-from networks.files.weights import LoraWeights
+from networks.files.weights import AddedWeights
 
 _CLEARLY = 2.0  # times what the layer's own update takes away; updates of layers with the same inputs are alike
 _ROWS = 512  # that are looked at of another layer's update
@@ -73,7 +73,7 @@ def with_merge(found: Share, numbers: Tensor, high: Tensor, base: Tensor, delta:
     return replace(found, kept=update_retention(in_file, base, delta).gain, once=far[0] < 0.98 * min(far[1:]))
 
 
-def moved_update(change: Tensor, delta: Tensor | None, others: Mapping[str, LoraWeights]) -> Moved | None:
+def moved_update(change: Tensor, delta: Tensor | None, others: Mapping[str, AddedWeights]) -> Moved | None:
     """Return which other update explains ``change`` = S - W [out, in] much better than the layer's own ``delta``.
 
     ``others``: updates of other layers, of which those of its shape are tried, by some rows.
@@ -101,7 +101,7 @@ def _taken(change: Tensor, update: Tensor) -> tuple[float, float]:
 
 
 def _candidates(
-    delta: Tensor | None, others: Mapping[str, LoraWeights], shape: torch.Size
+    delta: Tensor | None, others: Mapping[str, AddedWeights], shape: torch.Size
 ) -> Iterator[tuple[str, str, Callable[[Tensor], Tensor]]]:
     """Yield cause, words, and what gives some rows of the update."""
     if delta is not None:
@@ -114,5 +114,5 @@ def _candidates(
             yield "lora_moved", f"the update of {name}", partial(_rows_of, other)
 
 
-def _rows_of(update: LoraWeights, rows: Tensor) -> Tensor:
-    return update.of_rows(rows).delta().cpu().float()
+def _rows_of(update: AddedWeights, rows: Tensor) -> Tensor:
+    return update.of_rows(rows).delta().cpu().float()  # type: ignore[attr-defined]

@@ -145,7 +145,9 @@ def load_lora(path: str | Path, targets: LoraTargets) -> LoraFile:
     path = weight_file(Path(path))
     for key in sorted(read_safetensors_header(path)):
         if kind := non_lora_kind([key]):
-            raise UserError(f"{path}: is a {TITLES[kind]} ({key}), no LoRA; merge it into a model with merge_lora.py")
+            remedy = "merge it into a model with merge_lora.py"
+            remedy += "" if "dora" in kind else ", or make a LoRA of it with resize_lora.py --network_type lora"
+            raise UserError(f"{path}: is a {TITLES[kind]} ({key}), no LoRA; {remedy}")
     file = load_trainable(path, targets)
     loras = {name: module for name, module in file.weights.items() if isinstance(module, LoraWeights)}
     return LoraFile(loras, file.layout, file.metadata, file.notes)
@@ -231,10 +233,11 @@ def _adapter_of(
     kind = KINDS[_kind_of(tensors)]
     _check_tensors(where, kind, tensors, alpha)
     place, rank = module.place, rank_of(tensors)
-    if kind.kind == "lokr" and not rank and stated is not None:
-        why = "which PEFT scales by its config's alpha / r"
-        raise UserError(f"{where}: is a LoKr without low rank, {why}; merge it with peft (merge_and_unload)")
     name = place.original if place.part is None or module.encoder else place.modules[place.part]
+    if kind.kind == "lokr" and not rank and stated is not None:  # which PEFT alone scales, by alpha / r
+        if not (stated_rank := stated.rank_of(name)):
+            raise UserError(f"{where}: no r of it in PEFT's config; merge it with peft (merge_and_unload)")
+        return kind.of(tensors, 1.0).scaled(stated.alpha_of(name, stated_rank) / stated_rank)
     value = float(rank) if stated is None or not rank else stated.alpha_of(name, rank)
     value = float(alpha) if alpha is not None else value
     if "down" in tensors:

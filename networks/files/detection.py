@@ -9,38 +9,42 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from library.config.markers import listed
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
 from library.safetensors_io import read_safetensors_header
-from networks.files.adapters import LoraFile, load_lora
+from networks.files.adapters import load_lora
 from networks.files.layouts import best_targets, fitting_targets
 from networks.files.metadata import weight_file
 
 _STATED = ("ss_base_model_version", "modelspec.architecture")  # "flux1", "qwen_image"; "flux-1-dev/lora", "Qwen-Image"
 
 
-def load_loras(paths: Sequence[Path], model_type: str | None = None) -> tuple[LoraTargets, list[LoraFile]]:
+def load_loras(
+    paths: Sequence[Path], model_type: str | None = None, load: Callable[[Path, LoraTargets], Any] = load_lora
+) -> tuple[LoraTargets, list[Any]]:
     """Return the row of the family that LoRA files are of, and what is in them.
 
     Args:
         paths: LoRA files, or folders written by PEFT; of one family.
         model_type: the family's name, as asked; None: as the files say.
+        load: what reads a file.
 
     Raises:
         UserError: no such file, a file's metadata contradict ``model_type``, the files are of several families, or a
-            file without metadata fits several; and what :func:`networks.files.adapters.load_lora` raises.
+            file without metadata fits several; and what ``load`` raises.
     """
     rows = [_targets_of(path, model_type) for path in paths]
     for path, row in zip(paths, rows, strict=True):
         if row.keys is not rows[0].keys:
             raise UserError(f"{path}: is a LoRA of {row.family}, {paths[0]} one of {rows[0].family}; keep one family's")
-    return rows[0], [load_lora(path, rows[0]) for path in paths]
+    return rows[0], [load(path, rows[0]) for path in paths]
 
 
 def _targets_of(path: Path, model_type: str | None) -> LoraTargets:

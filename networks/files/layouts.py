@@ -123,10 +123,16 @@ def check_save_format(kind: str, save_format: str) -> None:
 def layout_of(kind: str, save_format: str, targets: LoraTargets | None = None) -> Layout:
     """Return the row that is written: other kinds than LoRA have keys of their own in ComfyUI and musubi-tuner.
 
-    Of ``targets`` whose ``folded_layouts`` name it, the row has PEFT's tensors and no alpha.
+    Of ``targets`` whose ``folded_layouts`` name it, the row has PEFT's tensors and no alpha. Other kinds cannot be
+    stacked: they have a LoRA's names where no layer of the original checkpoint is several, else diffusers'.
     """
     if kind != "lora":
-        return LAYOUTS[_OF_OTHER_KINDS.get(save_format, save_format)]
+        layout = LAYOUTS[_OF_OTHER_KINDS.get(save_format, save_format)]
+        if targets is None or save_format not in _OF_OTHER_KINDS:
+            return layout
+        whole = all(len(row.parts) == 1 for row in targets.keys.rows)
+        prefixes = LAYOUTS[save_format].prefixes if whole or save_format in targets.plain_layouts else layout.prefixes
+        return replace(layout, prefixes=prefixes, original=whole)
     folded = targets is not None and save_format in targets.folded_layouts
     return replace(LAYOUTS[save_format], names=_PEFT, alpha="folded") if folded else LAYOUTS[save_format]
 

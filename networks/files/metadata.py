@@ -35,7 +35,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -275,12 +275,19 @@ class AlphaTable:
         patterns: ``alpha_pattern``, regular expression -> alpha; the first that matches counts.
         rank_stabilised: ``use_rslora``: the scale is alpha / sqrt(rank).
         tokens: ``trainable_token_indices``, unchecked.
+        ranks: ``r`` under "", and ``rank_pattern``, unchecked.
     """
 
     alpha: float | None
     patterns: Mapping[str, float]
     rank_stabilised: bool
     tokens: object = None
+    ranks: Mapping[str, object] = field(default_factory=dict)
+
+    def rank_of(self, name: str) -> int | None:
+        """Return the rank stated of a module, None where there is none."""
+        rank = _matching(self.ranks, name, self.ranks.get(""))
+        return rank if isinstance(rank, int) and rank > 0 else None
 
     def tokens_of(self, name: str) -> object:
         """Return the tokens of which the embedding or head called ``name`` has trained rows; a list is the former's."""
@@ -290,9 +297,13 @@ class AlphaTable:
 
     def alpha_of(self, name: str, rank: int) -> float:
         """Return the alpha with which alpha / rank is the module's scale."""
-        matching = (a for pattern, a in self.patterns.items() if re.match(rf"(.*\.)?({pattern})$", name))
-        alpha = float(next(matching, rank if self.alpha is None else self.alpha))
+        alpha = float(_matching(self.patterns, name, rank if self.alpha is None else self.alpha))
         return alpha * rank**0.5 if self.rank_stabilised else alpha
+
+
+def _matching(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return what PEFT's ``patterns`` say of a module: the first whose end it has, from a dot on."""
+    return next((v for pattern, v in patterns.items() if pattern and re.match(rf"(.*\.)?({pattern})$", name)), default)
 
 
 def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str, dora: bool = False) -> AlphaTable | None:
@@ -326,13 +337,16 @@ def _alpha_table(source: str, text: str, prefix: str, dora: bool = False) -> Alp
         raise UserError(f"{source}: use_dora is set, but the file has no magnitudes of a DoRA; get the whole file")
     alpha, patterns = config.get("lora_alpha", config.get("alpha")), config.get("alpha_pattern") or {}
     try:
+        ranks = {**(config.get("rank_pattern") or {}), "": config.get("r")}
         numbers = [*patterns.values()] if alpha is None else [alpha, *patterns.values()]
-        sound = all(math.isfinite(number) for number in numbers) and all(re.compile(pattern) for pattern in patterns)
+        sound = all(map(math.isfinite, numbers)) and all(map(re.compile, (*patterns, *ranks)))
     except (TypeError, AttributeError, OverflowError, re.error):
         sound = False
     if not sound:
-        raise UserError(f"{source}: lora_alpha or alpha_pattern are no finite numbers; save the LoRA again")
-    return AlphaTable(alpha, patterns, bool(config.get("use_rslora")), config.get(TOKENS))
+        raise UserError(
+            f"{source}: lora_alpha, alpha_pattern or rank_pattern are no finite numbers; save the LoRA again"
+        )
+    return AlphaTable(alpha, patterns, bool(config.get("use_rslora")), config.get(TOKENS), ranks)
 
 
 def save_peft_config(

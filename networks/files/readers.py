@@ -55,7 +55,7 @@ from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
 from networks.files.joined import placed
 from networks.files.layouts import SAVE_FORMATS, key_stem, layout_of, stem_of
 from networks.files.metadata import AlphaTable
-from networks.files.weights import BIASES, KINDS, TITLES, AdapterWeights, FullWeights, rank_of
+from networks.files.weights import BIASES, KINDS, TITLES, AdapterWeights, FullWeights, LokrWeights, rank_of
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,7 @@ def _reader(row: Mapping[str, Any]) -> Reader:
             families[name] = families.get(name, ()) + forms
         for component in form.get("text", ()):
             text[component] = text.get(component, ()) + forms
-    stops = row.get("stops", {"for": (), "module": ""})
-    stopped = dict.fromkeys(_families(stops["for"]), stops["module"])
+    stopped = {family: each["module"] for each in row.get("stops", ()) for family in _families(each["for"])}
     return Reader(row["name"], families, text, row.get("header", False), stopped)
 
 
@@ -287,7 +286,30 @@ def read_as(
                 weights = weights.scaled(stated.alpha_of(owner, lora.rank) / lora.rank)
             reading.weights[component + name] = weights
             reading.source[component + name] = (*sorted(keys.values()), weights.scale)
-    return reading
+    lokrs = [{name: tensors[key] for name, key in keys.items()} for _, _, keys in modules.values()]
+    return reading if not reader.header or _peft_builds(lokrs) else Reading({}, {})
+
+
+def _peft_builds(modules: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Return whether diffusers finds the one ``LoKrConfig`` by which peft makes layers of all LoKrs among ``modules``.
+
+    As ``_create_lokr_config`` in diffusers' ``utils/peft_utils.py`` does: a factor is among w1's rows, or -1, and one
+    rank tells what is a product.
+    """
+    lokrs = [LokrWeights(module, 1.0) for module in modules if any(name.startswith("lokr_w1") for name in module)]
+    if not lokrs or not all(lokr.tensors.keys() - {"alpha"} in LokrWeights.complete for lokr in lokrs):
+        return True  # nothing of it is read
+    from peft.tuners.lokr.layer import factorization  # peft takes seconds to import
+
+    both = any("lokr_w1_a" in lokr.tensors for lokr in lokrs)
+    for lokr in lokrs:
+        rank, (w1, w2) = lokr.rank or max(lokr.w2().shape), (max(lokr.w1().shape), max(lokr.w2().shape))
+        products = both and rank < w1 / 2, rank < w2 / 2
+        if products != tuple(f"{name}_a" in lokr.tensors for name in ("lokr_w1", "lokr_w2")):
+            return False
+    sides = {pair for lokr in lokrs for pair in zip(lokr.w1().shape, lokr.w2().shape, strict=True)}
+    factors = {-1, *(len(lokr.w1()) for lokr in lokrs)}
+    return any(all(factorization(one * two, factor) == (one, two) for one, two in sides) for factor in factors)
 
 
 def _recognise(reader: Reader, key: str, targets: LoraTargets) -> tuple[Keys, str, str, KeyPlace, str] | None:

@@ -14,7 +14,7 @@ of them divide by V's columns. In memory the name tells: rows of V are ``magnitu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -72,8 +72,8 @@ class AdapterWeights:
         """Output rows and input columns of the layer; None where the kind does not say."""
         raise NotImplementedError
 
-    def scaled(self, factor: float) -> AdapterWeights:
-        """Return ``factor`` times the change, of kinds that have a scale."""
+    def scaled(self, factor: float) -> Self:
+        """Return the same change, its update ``factor`` times as large."""
         return self.of(self.tensors, self.alpha * factor)
 
     def made_for_other(self, shape: Sequence[int]) -> str | None:
@@ -84,6 +84,19 @@ class AdapterWeights:
     def apply(self, weight: Tensor, strength: float) -> Tensor:
         """Return ``weight`` [out, in] fp32 changed by ``strength`` times what the adapter changes."""
         raise NotImplementedError
+
+    def beside(self, x: Tensor, strength: float, base: Callable[[], Tensor]) -> Tensor:
+        """Return what ``strength`` times the change adds to a layer's outputs of ``x`` [..., in], in its dtype.
+
+        ``base`` returns the layer's weight [out, in] fp32, of which some kinds need the norms.
+        """
+        weight = base()
+        return F.linear(x, (self.apply(weight, strength) - weight).to(x.dtype))
+
+    def to(self, where: torch.device | torch.dtype) -> Self:
+        """Return the same change on a device, or in a floating dtype."""
+        moved = {name: t.to(where) if t.is_floating_point() else t for name, t in self.tensors.items()}
+        return self.of(moved, self.alpha)
 
     def of_rows(self, rows: Tensor) -> AdapterWeights:
         """Return the same change of some output rows alone, in the order of ``rows`` [n] int64.
@@ -106,9 +119,17 @@ class AddedWeights(AdapterWeights):
         """Return the update, [out, in], computed in ``dtype``."""
         raise NotImplementedError
 
+    def product(self, x: Tensor) -> Tensor:
+        """Return the update's outputs of ``x`` [..., in]: [..., out], in its dtype."""
+        return F.linear(x, self.delta().to(x.dtype))
+
     def apply(self, weight: Tensor, strength: float) -> Tensor:
         """W + strength * delta."""
         return weight + self.delta().mul_(strength)
+
+    def beside(self, x: Tensor, strength: float, base: Callable[[], Tensor]) -> Tensor:
+        """See the base class."""
+        return self.product(x) * strength
 
 
 class LoraWeights(AddedWeights):
@@ -143,6 +164,10 @@ class LoraWeights(AddedWeights):
         """s B A."""
         return torch.mm(self.up.to(dtype), self.down.to(dtype)).mul_(self.scale)
 
+    def product(self, x: Tensor) -> Tensor:
+        """See the base class; B (A x)."""
+        return F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype)) * self.scale
+
     def of_rows(self, rows: Tensor) -> LoraWeights:
         """See the base class."""
         return LoraWeights(self.down, self.up[rows], self.alpha)
@@ -162,14 +187,27 @@ class LokrWeights(AddedWeights):
     @property
     def shape(self) -> tuple[int, int | None]:
         """See the base class."""
-        (rows, columns), (more_rows, more_columns) = self._side("lokr_w1").shape, self._side("lokr_w2").shape
+        (rows, columns), (more_rows, more_columns) = self.w1().shape, self.w2().shape
         picked = self.tensors.get("rows")
         return rows * more_rows if picked is None else len(picked), columns * more_columns
 
     def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """s w1 (x) w2."""
-        product = torch.kron(self._side("lokr_w1", dtype), self._side("lokr_w2", dtype)).mul_(self.scale)
+        product = torch.kron(self.w1(dtype), self.w2(dtype)).mul_(self.scale)
         return product if (picked := self.tensors.get("rows")) is None else product[picked.to(product.device)]
+
+    def product(self, x: Tensor) -> Tensor:
+        """See the base class; w1 x w2^T of each x as a matrix [in_1, in_2]."""
+        w1, w2 = self.w1(x.dtype), self.w2(x.dtype)
+        low = F.linear(x.reshape(-1, w1.shape[1], w2.shape[1]), w2)
+        out = (w1 @ low).mul_(self.scale).reshape(*x.shape[:-1], len(w1) * len(w2))
+        return out if (picked := self.tensors.get("rows")) is None else out[..., picked]
+
+    def scaled(self, factor: float) -> LokrWeights:
+        """See the base class; without a rank, alpha scales nothing."""
+        if self.rank:
+            return LokrWeights(self.tensors, self.alpha * factor)
+        return LokrWeights({**self.tensors, "lokr_w1": self.tensors["lokr_w1"].float() * factor}, self.alpha)
 
     def of_rows(self, rows: Tensor) -> LokrWeights:
         """See the base class."""
@@ -183,12 +221,19 @@ class LokrWeights(AddedWeights):
         nothing by the layer's size, whatever ``factor`` cut it, and the larger side of a plain w2 for the rank.
         """
         parts = {name: tensor.detach().cpu() for name, tensor in self.tensors.items() if name.startswith("lokr_w1")}
-        w1 = LokrWeights(parts, self.alpha)._side("lokr_w1", torch.float64) * self.scale
+        w1 = LokrWeights(parts, self.alpha).w1(torch.float64) * self.scale
         others = {name: tensor for name, tensor in self.tensors.items() if name not in parts}
         return LokrWeights({"lokr_w1": w1, **others}, float(rank_of(others) or max(others["lokr_w2"].shape)))
 
-    def _side(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return w1 or w2, multiplied out."""
+    def w1(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the smaller factor, multiplied out."""
+        return self._side("lokr_w1", dtype)
+
+    def w2(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the larger factor, multiplied out."""
+        return self._side("lokr_w2", dtype)
+
+    def _side(self, name: str, dtype: torch.dtype) -> Tensor:
         t = self.tensors
         return t[name].to(dtype) if name in t else t[f"{name}_a"].to(dtype) @ t[f"{name}_b"].to(dtype)
 
@@ -208,6 +253,12 @@ class LohaWeights(AddedWeights):
         """s (a1 b1) * (a2 b2)."""
         t = {name: tensor.to(dtype) for name, tensor in self.tensors.items()}
         return (t["hada_w1_a"] @ t["hada_w1_b"]).mul_(t["hada_w2_a"] @ t["hada_w2_b"]).mul_(self.scale)
+
+    def as_lora(self) -> LoraWeights:
+        """Return the same update as a LoRA, in float64: its rank is the product of the two ranks."""
+        a1, b1, a2, b2 = (self.tensors[f"hada_w{i}_{side}"].double() for i in (1, 2) for side in "ab")
+        up, down = (a1[:, :, None] * a2[:, None]).flatten(1), (b1[:, None] * b2[None]).flatten(0, 1)
+        return LoraWeights(down, up, self.scale * len(down))
 
     def of_rows(self, rows: Tensor) -> LohaWeights:
         """See the base class."""
@@ -368,6 +419,57 @@ class DoraLohaWeights(DoraWeights):
     trained = False
     marks: ClassVar[tuple[str, ...]] = ()
     complete = tuple(names | {norm} for names in LohaWeights.complete for norm in NORMS)
+
+
+@dataclass(frozen=True)
+class CombinedWeights(AddedWeights):
+    """Changes of several files to one layer, or of one at a strength of its own; in no file.
+
+    Attributes:
+        parts: each with its strength. What depends on the weight sees it as the parts before left it.
+    """
+
+    kind, title, trained = "combined", "combination", False
+    parts: tuple[tuple[AdapterWeights, float], ...] = ()
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[tuple[AdapterWeights, float]]) -> Self:
+        """Return the combination of ``parts``, which are not empty."""
+        return cls({}, 1.0, tuple(parts))
+
+    @property
+    def shape(self) -> tuple[int, int | None]:
+        """See the base class."""
+        return self.parts[0][0].shape
+
+    def scaled(self, factor: float) -> Self:
+        """See the base class."""
+        return self.of_parts((part, strength * factor) for part, strength in self.parts)
+
+    def to(self, where: torch.device | torch.dtype) -> Self:
+        """See the base class."""
+        return self.of_parts((part.to(where), strength) for part, strength in self.parts)
+
+    def of_rows(self, rows: Tensor) -> CombinedWeights:
+        """See the base class."""
+        return self.of_parts((part.of_rows(rows), strength) for part, strength in self.parts)
+
+    def apply(self, weight: Tensor, strength: float) -> Tensor:
+        """See the base class."""
+        for part, own in self.parts:
+            weight = part.apply(weight, own * strength)
+        return weight
+
+    def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """See the base class; only where all parts are added."""
+        return torch.stack([part.delta(dtype) * own for part, own in self.parts]).sum(0)  # type: ignore[attr-defined]
+
+    def beside(self, x: Tensor, strength: float, base: Callable[[], Tensor]) -> Tensor:
+        """See the base class."""
+        if not all(isinstance(part, AddedWeights) for part, _ in self.parts):
+            return AdapterWeights.beside(self, x, strength, base)
+        first, *others = (part.beside(x, own * strength, base) for part, own in self.parts)
+        return sum(others, start=first)
 
 
 _ALL = (

@@ -8,7 +8,6 @@ wherever one looks for it. The alpha of the training is noted in the header for 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +18,18 @@ from torch import Tensor
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import write_safetensors
-from networks.files.adapters import DORA_NORM, LoraFile
+from networks.files.adapters import DORA_NORM, AdapterFile
 from networks.files.joined import fuse_parts
-from networks.files.layouts import PRECISIONS, SAVE_FORMATS, Layout, check_save_format, key_stem, layout_of, place_of
+from networks.files.layouts import (
+    LAYOUTS,
+    PRECISIONS,
+    SAVE_FORMATS,
+    Layout,
+    check_save_format,
+    key_stem,
+    layout_of,
+    place_of,
+)
 from networks.files.metadata import (
     ADAPTER_METADATA_KEY,
     TRAINED_ALPHA_KEY,
@@ -68,7 +76,7 @@ def save_adapter(
     check_save_format(kind, save_format)
     layout = layout_of(kind, save_format, targets)
     tensors: dict[str, Tensor] = {}
-    for stem, module in _by_stem(weights, targets, layout, plain=save_format in targets.plain_layouts).items():
+    for stem, module in _by_stem(weights, targets, layout, save_format).items():
         if layout.alpha == "folded":
             module = fold_scale(module, evenly=precision == "fp16")
         elif isinstance(module, LokrWeights) and layout.names.get("lokr_w1_a", "lokr_w1_a") is None:
@@ -127,11 +135,11 @@ AS_THE_SOURCES = SavedAs()
 
 def save_derived_lora(
     save_to: Path,
-    weights: Mapping[str, LoraWeights],
+    weights: Mapping[str, AdapterWeights],
     targets: LoraTargets,
     metadata: Mapping[str, str],
     comment: str,
-    sources: Sequence[LoraFile] = (),
+    sources: Sequence[AdapterFile] = (),
     saved_as: SavedAs = AS_THE_SOURCES,
 ) -> None:
     """Save a LoRA that was made from others or from models, its metadata brought up to date.
@@ -143,51 +151,60 @@ def save_derived_lora(
         sources: the LoRAs it was made from.
     """
     strings = {key: value for key, value in metadata.items() if key != ADAPTER_METADATA_KEY}
-    ranks = Counter(module.rank for module in weights.values())
-    alphas = Counter(module.alpha for module in weights.values())
-    strings["ss_network_dim"] = str(next(iter(ranks))) if len(ranks) == 1 else "Dynamic"
-    strings["ss_network_alpha"] = f"{next(iter(alphas)):g}" if len(alphas) == 1 else "Dynamic"
+    for key, found in (
+        ("dim", {each.rank for each in weights.values()}),
+        ("alpha", {w.alpha for w in weights.values()}),
+    ):
+        strings[f"ss_network_{key}"] = f"{found.pop():g}" if len(found) == 1 and 0 not in found else "Dynamic"
     before = strings.get("ss_training_comment", "None")
     strings["ss_training_comment"] = comment if before in ("", "None") else f"{comment}; {before}"
+    kind = next(module.kind for module in weights.values())
     layout = saved_as.save_format or next((file.layout for file in sources[:1]), "")
-    if layout not in SAVE_FORMATS:
-        layout = "peft" if targets.own_names else "diffusers"
+    if layout not in SAVE_FORMATS or (not saved_as.save_format and kind not in layout_of(kind, layout).kinds):
+        layout = "peft" if targets.own_names else "diffusers" if kind == "lora" else "comfy"
     precision = saved_as.precision or widest_precision(*(file.weights for file in sources))
     save_adapter(save_to, weights, targets, layout, precision, strings)
 
 
-def widest_precision(*loras: Mapping[str, LoraWeights]) -> str:
+def widest_precision(*loras: Mapping[str, AdapterWeights]) -> str:
     """Return the precision that holds every tensor: their common 16-bit dtype, else fp32."""
-    dtypes = {tensor.dtype for lora in loras for module in lora.values() for tensor in module.tensors.values()}
+    tensors = (tensor for lora in loras for module in lora.values() for tensor in module.tensors.values())
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     names = {dtype: name for name, dtype in PRECISIONS.items()}
     return names.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
 
 
 def _by_stem(
-    weights: Mapping[str, AdapterWeights], targets: LoraTargets, layout: Layout, plain: bool
+    weights: Mapping[str, AdapterWeights], targets: LoraTargets, layout: Layout, save_format: str
 ) -> dict[str, AdapterWeights]:
-    """Return key without the tensor's name -> weights, fused where the layout has one module for several."""
+    """Return key without the tensor's name -> weights, fused where the layout has one module for several.
+
+    Rows of a LoKr are written as the module that it was trained on, in the original checkpoint's names.
+    """
     groups: dict[str, list[str]] = {}
-    for name in weights:
-        groups.setdefault(key_stem(name, targets, layout, plain), []).append(name)
+    plain = save_format in targets.plain_layouts
+    for name, module in weights.items():
+        whole = (LAYOUTS[save_format], False) if "rows" in module.tensors else (layout, plain)
+        groups.setdefault(key_stem(name, targets, *whole), []).append(name)
     joins = layout.original and not plain
     return {
         stem: _as_one({name: weights[name] for name in names}, targets)
-        if joins and not targets.text_encoder_of(names[0])
+        if (joins or "rows" in weights[names[0]].tensors) and not targets.text_encoder_of(names[0])
         else weights[names[0]]
         for stem, names in groups.items()
     }
 
 
-def _as_one(parts: Mapping[str, AdapterWeights], targets: LoraTargets) -> LoraWeights:
-    """Return the LoRA of the original module that ``parts`` are stacked in."""
-    by_part: dict[int, LoraWeights] = {}
-    for name, module in parts.items():
-        assert isinstance(module, LoraWeights)
-        place = place_of(name, targets)
-        assert place.part is not None
-        by_part[place.part] = module
-    return fuse_parts(place.row, by_part)
+def _as_one(parts: Mapping[str, AdapterWeights], targets: LoraTargets) -> AdapterWeights:
+    """Return the adapter of the original module that ``parts`` are stacked in."""
+    places = {name: place_of(name, targets) for name in parts}
+    row, first = next(iter(places.values())).row, next(iter(parts.values()))
+    loras = {places[name].part or 0: module for name, module in parts.items() if isinstance(module, LoraWeights)}
+    if loras:
+        return fuse_parts(row, loras)
+    if len(parts) < len(row.parts):
+        raise UserError(f"{next(iter(parts))}: is a part of a {first.title} of a joined layer; keep its other parts")
+    return first.of({name: tensor for name, tensor in first.tensors.items() if name != "rows"}, first.alpha)
 
 
 def _for_file(path: str | Path, key: str, tensor: Tensor, precision: str) -> Tensor:

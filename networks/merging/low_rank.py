@@ -32,13 +32,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from library.errors import UserError
-from networks.files.weights import LoraWeights
+from networks.files.weights import AdapterWeights, CombinedWeights, LoraWeights
 
 
 def combine(parts: Sequence[tuple[LoraWeights, float]]) -> LoraWeights:
@@ -61,13 +61,16 @@ def combine(parts: Sequence[tuple[LoraWeights, float]]) -> LoraWeights:
     return LoraWeights(down, torch.cat(ups, dim=1), float(rank))
 
 
-def combine_loras(loras: Sequence[tuple[Mapping[str, LoraWeights], float]]) -> dict[str, LoraWeights]:
-    """Return module name -> the sum of all LoRAs' updates there; a LoRA of strength 0 is left out.
+def combine_loras(loras: Sequence[tuple[Mapping[str, AdapterWeights], float]]) -> dict[str, Any]:
+    """Return module name -> what all LoRAs change there together; a LoRA of strength 0 is left out.
 
     Args:
         loras: for each LoRA its weights by module and its strength.
+
+    Returns:
+        A LoRA where all are LoRAs, see :func:`combine`, else a combination.
     """
-    parts: dict[str, list[tuple[LoraWeights, float]]] = {}
+    parts: dict[str, list[tuple[AdapterWeights, float]]] = {}
     for weights, strength in loras:
         for name, module in weights.items() if strength else ():
             listed = parts.setdefault(name, [])
@@ -76,7 +79,11 @@ def combine_loras(loras: Sequence[tuple[Mapping[str, LoraWeights], float]]) -> d
                 raise UserError(
                     f"{name}: LoRAs for layers of {first} and {module.shape}; merge one into the model first"
                 )
-    return {name: combine(listed) for name, listed in parts.items()}
+    loras_alone = {name: [(w, s) for w, s in listed if isinstance(w, LoraWeights)] for name, listed in parts.items()}
+    return {
+        name: combine(loras_alone[name]) if len(loras_alone[name]) == len(listed) else CombinedWeights.of_parts(listed)
+        for name, listed in parts.items()
+    }
 
 
 def update_norm(weights: LoraWeights) -> float:

@@ -2,13 +2,15 @@
 
 Text encoders first, freed again, then the transformer with its LoRAs, then one image after the other. Several LoRAs
 become one of the summed rank, which is exact (``networks.merging.low_rank``) and costs one pair of small products a
-layer. What is to be generated are :class:`Cell` s: prompts with the LoRAs, and their strength, that each is made with.
+layer; adapters of other kinds stay beside each other (``networks.adapters.combined``). What is to be generated are
+:class:`Cell` s: prompts with the LoRAs, and their strength, that each is made with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from PIL.Image import Image
@@ -29,9 +31,9 @@ from library.training.memory.block_swap import swap_blocks, swappable
 from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
 from library.training.sampling.images import generate_image
 from library.training.sampling.prompts import SamplePrompt, note_changes
-from networks.files.adapters import load_lora
+from networks.files.adapters import load_trainable
 from networks.files.metadata import TrainedOn, base_mismatch, weight_file
-from networks.files.weights import LoraWeights
+from networks.files.weights import AdapterWeights
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource
 from networks.network import AdapterNetwork, attach_lora
@@ -142,13 +144,13 @@ def _names(loras: Sequence[LoraSource]) -> str:
 
 def read_loras(
     loras: Sequence[LoraSource], family: Family, console: Console, strengths: Sequence[float] = (1.0,)
-) -> dict[str, dict[str, LoraWeights]]:
-    """Return component (transformer, text encoders) -> the sum of all LoRAs there; say what they are.
+) -> dict[str, dict[str, Any]]:
+    """Return component (transformer, text encoders) -> what all LoRAs change there; say what they are.
 
     ``strengths`` multiply their own, one after the other.
     """
     targets = family.targets
-    read = [(source, load_lora(source.path, targets)) for source in loras]
+    read = [(source, load_trainable(source.path, targets)) for source in loras]
     fingerprint = family.fingerprint() if any("tandem.base_fingerprint" in lora.metadata for _, lora in read) else None
     for source, lora in read:
         used = ", ".join(f"{source.ratio * strength:g}" for strength in strengths)
@@ -172,7 +174,7 @@ def trained_blank(loras: Sequence[LoraSource]) -> Blank:
 def encode_with_loras(
     text_encoder: TextEncoder,
     texts: Mapping[str, TextJob],
-    loras: Mapping[str, Mapping[str, LoraWeights]],
+    loras: Mapping[str, Mapping[str, AdapterWeights]],
     targets: LoraTargets,
     source: str,
     strength: float = 1.0,

@@ -230,7 +230,14 @@ def test_ai_toolkits_lokr_of_full_rank_has_an_alpha_that_means_nothing(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "config", [LoHaConfig(r=4, alpha=9), LoKrConfig(r=2, alpha=9, alpha_pattern={"to_q": 5})], ids=str
+    "config",
+    [
+        LoHaConfig(r=4, alpha=9),
+        LoKrConfig(r=2, alpha=9, alpha_pattern={"to_q": 5}),
+        LoKrConfig(r=64, alpha=9, rank_pattern={"to_q": 80}),  # whole factors, scaled all the same
+        LoKrConfig(r=2, alpha=9, decompose_both=True, decompose_factor=4),
+    ],
+    ids=str,
 )
 def test_a_folder_of_pefts_has_the_alpha_of_its_config(config: LoHaConfig | LoKrConfig, tmp_path: Path) -> None:
     config.target_modules, config.init_weights = {"to_q", "to_k"}, False
@@ -244,10 +251,10 @@ def test_a_folder_of_pefts_has_the_alpha_of_its_config(config: LoHaConfig | LoKr
         close(read[name].apply(weight, 1.0), weight.double() + layer.get_delta_weight("default").detach().double())
 
 
-def test_a_lokr_of_pefts_without_low_rank_is_refused(tmp_path: Path) -> None:
-    config = LoKrConfig(r=64, alpha=9, target_modules=["to_q"])
-    get_peft_model(make_flux(), config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"is a LoKr without low rank, .*; merge it with peft"):
+def test_a_lokr_of_pefts_without_low_rank_is_refused_where_no_rank_is_stated(tmp_path: Path) -> None:
+    get_peft_model(make_flux(), LoKrConfig(r=64, alpha=9, target_modules=["to_q"])).save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"alpha": 9, "rank_pattern": {"to_k": 3}}')
+    with pytest.raises(UserError, match=r"to_q: no r of it in PEFT's config; merge it with peft"):
         load_adapter(tmp_path, FLUX_TARGETS)
 
 

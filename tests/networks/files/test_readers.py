@@ -217,6 +217,62 @@ def test_of_foreign_files_too_the_rules_say_what_diffusers_own_loader_does(
         assert ours.is_right == real, (down, alpha, name)
 
 
+LOKR_STEMS = {
+    "flux2_klein": {
+        "transformer_blocks.0.attn.to_q": "double_blocks.0.img_attn.qkv",
+        "transformer_blocks.0.attn.to_out.0": "double_blocks.0.img_attn.proj",
+        "single_transformer_blocks.0.attn.to_out": "single_blocks.0.linear2",
+        "x_embedder": "img_in",
+    },
+    "z_image": {"layers.0.attention.to_q": "layers.0.attention.qkv", "layers.0.feed_forward.w1": ""},
+    "qwen_image": {"transformer_blocks.0.attn.to_q": ""},
+    "flux3_klein": {"single_transformer_blocks.0.attn.to_q": "single_blocks.0.q_proj"},
+}
+FORMS = {  # the factors' ranks; 0: whole
+    "whole": (0, 0),
+    "w2 of low rank": (0, 2),
+    "both of low rank": (1, 1),
+}
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", "diffusion_model.", "base_model.model.", "", "lycoris_"])
+@pytest.mark.parametrize("family", LOKR_STEMS)
+def test_of_a_lokr_too_the_rules_say_what_diffusers_own_loader_does(family: str, prefix: str, tmp_path: Path) -> None:
+    make, targets = MODELS[family]
+    for (name, original), ranks, alpha in product(LOKR_STEMS[family].items(), FORMS.values(), (True, False)):
+        for stem in filter(None, (name, original)):
+            model, random = make(), torch.Generator().manual_seed(0)
+            rows, columns = model.get_submodule(name).weight.shape
+            rows *= 3 if stem.endswith("qkv") else 1
+            shapes = [(one, -(-size // one)) for size in (rows, columns) for one in [factorization(size, 4)[0]]]
+            tensors = {}
+            for side, rank in enumerate(ranks):
+                shape, key = [shapes[0][side], shapes[1][side]], f"lokr_w{side + 1}"
+                parts = {f"{key}_a": (shape[0], rank), f"{key}_b": (rank, shape[1])} if rank else {key: shape}
+                tensors |= {part: torch.randn(size, generator=random) for part, size in parts.items()}
+            tensors |= {"alpha": torch.tensor(3.0)} if alpha else {}
+            written = prefix + (stem.replace(".", "_") if prefix.endswith("_") else stem)
+            save_file({f"{written}.{key}": t for key, t in tensors.items()}, tmp_path / "a.safetensors")
+            w1, w2 = (
+                tensors[key] if key in tensors else tensors[f"{key}_a"] @ tensors[f"{key}_b"]
+                for key in ("lokr_w1", "lokr_w2")
+            )
+            rank = ranks[1] or ranks[0]
+            expected = torch.kron(w1.double(), w2.double()) * (3 / rank if alpha and rank else 1.0)
+            pipe = diffusers_pipeline(family, model)
+            try:
+                pipe.load_lora_weights(str(tmp_path / "a.safetensors"), adapter_name="x")
+                (found,) = (m for m in model.modules() if isinstance(m, BaseTunerLayer))
+                real = apart(found.get_delta_weight("x").double(), expected) < 1e-5
+            except Exception:  # any refusal, and a file of which nothing was loaded
+                real = False
+            meant = load_adapter(tmp_path / "a.safetensors", targets).weights
+            ours = next(
+                each for each in loads_in(tmp_path / "a.safetensors", meant, targets) if each.program == "diffusers"
+            )
+            assert ours.is_right == real, (written, ranks, alpha)
+
+
 @pytest.mark.parametrize("pair", [*PAIRS, ("lora_A", "lora_B")])
 def test_comfyui_and_we_read_every_spelling_of_a_pair(pair: tuple[str, str], tmp_path: Path) -> None:
     name = "transformer_blocks.0.attn.to_q"
@@ -265,6 +321,15 @@ LOADS = {
     ("flux3_klein", "lora", "kohya"): {"ComfyUI"},
     ("flux3_klein", "lora", "comfy"): {"diffusers", "ComfyUI"},
     ("z_image", "lokr", "kohya"): {"musubi-tuner"},
+    ("z_image", "lokr", "comfy"): {"diffusers", "ComfyUI"},
+    ("z_image", "dora", "comfy"): {"ComfyUI"},
+    ("flux3_klein", "lokr", "comfy"): {"ComfyUI"},
+    ("flux3_klein", "loha", "kohya"): {"ComfyUI"},
+    ("flux3_klein", "dora", "comfy"): {"ComfyUI"},
+    ("qwen_image", "lokr", "comfy"): {"ComfyUI"},
+    ("krea2", "lokr", "kohya"): {"ComfyUI", "musubi-tuner"},
+    ("krea2", "lokr", "comfy"): {"ComfyUI"},
+    ("ernie_image", "lokr", "comfy"): {"ComfyUI"},
     ("flux2_klein", "lora", "diffusers"): {"diffusers", "ComfyUI"},
     ("flux2_klein", "lora", "kohya"): {"diffusers", "ComfyUI", "musubi-tuner"},
     ("flux2_klein", "lora", "comfy"): {"diffusers", "ComfyUI"},
