@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from library.errors import UserError
+from library.errors import UserError, error_prefix
 from library.files import parse_json, read_text, read_toml
 
 _OPTION = re.compile(r"(?:^|\s)--([pn])\s")
@@ -34,21 +34,29 @@ def read_directions(given: str | list[str] | None) -> tuple[Direction, ...]:
     Raises:
         UserError: the file cannot be read, or an entry has no two different prompts.
     """
-    if given is None or isinstance(given, list):
-        return tuple(_of_line(line, f"slider_prompts {i}") for i, line in enumerate(given or (), 1))
-    if _OPTION.search(given):  # a line on the command line
-        return (_of_line(given, "slider_prompts"),)
-    path = Path(given).expanduser()
-    if not path.is_file():
-        raise UserError(f"slider_prompts: {given} is not a file; name one, or {_REMEDY}")
-    entries: Any = [line for line in read_text(path).split("\n") if line.strip() and not line.startswith("#")]
-    if path.suffix.lower() == ".toml":
-        entries = read_toml(path)[0].get("prompts")
-    elif path.suffix.lower() == ".json":
-        entries = parse_json(read_text(path), str(path))
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"slider_prompts: {given} holds no list of directions; {_REMEDY}")
-    return tuple(_of_entry(entry, f"{given}: entry {i}") for i, entry in enumerate(entries, 1))
+    with error_prefix("slider_prompts"):
+        if given is None or isinstance(given, list) or _OPTION.search(given):
+            lines = [given] if isinstance(given, str) else given or []
+            return tuple(_of_line(line, f"prompt {i}, {line!r}") for i, line in enumerate(lines, 1))
+        path, entry = Path(given).expanduser(), "entry"
+        if not path.is_file():
+            raise UserError(f"{given} is not a file; name one, or {_REMEDY}")
+        entries: Any = None
+        if path.suffix.lower() == ".toml":
+            entries = read_toml(path)[0].get("prompts")
+        elif path.suffix.lower() == ".json":
+            entries = parse_json(read_text(path), str(path))
+        else:
+            entry, entries = "line", read_text(path).split("\n")
+        if not isinstance(entries, list) or all(_is_empty(one) for one in entries):
+            raise UserError(f"{given} holds no list of directions; {_REMEDY}")
+        numbered = [(number, one) for number, one in enumerate(entries, 1) if not _is_empty(one)]
+        return tuple(_of_entry(one, f"{given}, {entry} {number}") for number, one in numbered)
+
+
+def _is_empty(entry: Any) -> bool:
+    """Whether an entry is an empty line, or a comment."""
+    return isinstance(entry, str) and (not entry.strip() or entry.startswith("#"))
 
 
 def _of_entry(entry: Any, where: str) -> Direction:

@@ -95,6 +95,11 @@ def find_sources(
         replace(source, mask=mask, inpaint_mask=fill, paired=paired)
         for source, (mask, fill, paired) in zip(found, companions, strict=True)
     ]
+    alike = {one.name: (one.image, one.paired) for one in found if one.paired and one.paired.bytes == one.image.bytes}
+    index.hash_contents(file for both in alike.values() for file in both)
+    if same := [name for name, (image, other) in alike.items() if image.content == other.content]:
+        some = _some_of(same, len(found))
+        warnings.append(f"{subset.where}: both of a pair are the same file, which teaches nothing: {some}")
     _note_trigger(subset, found, warnings, variants)
     if conditioning == "references":
         found = _with_control_images(subset, found, index, warnings)
@@ -250,7 +255,8 @@ def _note_unused(
 ) -> None:
     images = list(filter(is_image, files))
     if unused := sorted(set(images) - used):
-        warnings.append(f"{where}: {len(unused)} {what} in {folder} belong to no image ({unused[0]}, ...)")
+        named = names_in_short(unused, _MOST_NAMED)
+        warnings.append(f"{where}: {len(unused)} {what} in {folder} belong to no image, left out ({named})")
     if others := left_out(files, images, by=_BY[2]):
         warnings.append(f"{where}: in {folder} {others}")
 

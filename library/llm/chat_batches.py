@@ -287,13 +287,15 @@ class TokenisedChats:
     Attributes:
         windows: at least one of each chat, unless it has no answer before the cut.
         cut: how many lost their end.
-        dropped: how many have no answer before that.
+        dropped: where those stand that have no answer before that.
+        same: where pairs stand whose two answers are the same.
         left_out: what the template leaves out, and of how many chats.
     """
 
     windows: list[Window]
     cut: int
-    dropped: int
+    dropped: list[str]
+    same: list[str]
     left_out: Counter[str]
 
 
@@ -313,8 +315,7 @@ def tokenise_chats(
         train_on_all: every token is a target, not only the assistant's.
         progress: called with the number of chats done since the last call.
     """
-    made = TokenisedChats([], 0, 0, Counter())
-    cut = dropped = 0
+    made, cut = TokenisedChats([], 0, [], [], Counter()), 0
     for chat in chats:
         progress(1)
         sides = [chat] if chat.rejected is None else [chat, chat.rejected]
@@ -327,13 +328,15 @@ def tokenise_chats(
         for rows in zip(*(one.examples[last] for one in encoded), strict=True):
             cut += max(len(tokens) for tokens, _ in rows) > max_length + 1
             window = tuple(_example(tokens[: max_length + 1], is_target) for tokens, is_target in rows)
-            if all(example.target_count for example in window):
-                made.windows.append(window)
-            else:
-                dropped += 1
+            if not all(example.target_count for example in window):
+                made.dropped.append(chat.where)
+                continue
+            made.windows.append(window)
+            if len({tuple(example.targets.tolist()) for example in window}) < len(window):
+                made.same.append(chat.where)
     if not made.windows:
         raise UserError(f"max_length: no answer begins within {max_length} tokens; raise it")
-    return replace(made, cut=cut, dropped=dropped)
+    return replace(made, cut=cut)
 
 
 def _example(tokens: Sequence[int], is_target: Sequence[bool]) -> Example:

@@ -138,11 +138,14 @@ def test_masks_and_control_images_of_no_image_are_told(folder: Path) -> None:
     subset = "image_dir = 'img'\ncontrol_directory = 'control'"
     (line,) = build(write_toml(folder, subset=subset), conditioning="references").warnings
     assert line.replace(str(folder), "") == (
-        "/dataset.toml: subset 1: 1 control images in /control belong to no image (c.png, ...)"
+        "/dataset.toml: subset 1: 1 control images in /control belong to no image, left out (c.png)"
     )
     subset = "image_dir = 'img'\ninpaint_mask_directory = 'masks'"
     line, *_ = build(write_toml(folder, subset=subset), conditioning="fill").warnings
-    assert line.replace(str(folder), "") == "/dataset.toml: subset 1: 1 masks in /masks belong to no image (c.png, ...)"
+    assert (
+        line.replace(str(folder), "")
+        == "/dataset.toml: subset 1: 1 masks in /masks belong to no image, left out (c.png)"
+    )
 
 
 def test_an_image_called_like_anothers_numbered_control_image_keeps_its_own(folder: Path) -> None:

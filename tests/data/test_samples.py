@@ -428,7 +428,7 @@ def test_masks_are_found_by_stem(tmp_path: Path) -> None:
     assert sample.mask is not None
     assert sample.mask.path == str(tmp_path / "masks" / "a.png")
     assert data.warnings[0].replace(str(tmp_path), "") == (
-        "/dataset.toml: subset 1: 1 masks in /masks belong to no image (z.png, ...)"
+        "/dataset.toml: subset 1: 1 masks in /masks belong to no image, left out (z.png)"
     )
 
 

@@ -41,6 +41,7 @@ from library.llm.chat_templates import (
     template_arguments,
     write_jinja_template,
 )
+from library.llm.preferences import parse_pair
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import Tokenizer, train_bpe
 from library.nn.attention import document_mask, document_positions
@@ -365,7 +366,7 @@ def test_targets_are_the_next_tokens_and_long_conversations_lose_their_end(tmp_p
     ((everything,),) = tokenise_chats([chat], template, len(tokens), train_on_all=True).windows
     assert everything.targets.tolist() == tokens[1:]
     cut = tokenise_chats([chat], template, begins + 1)
-    assert (cut.cut, cut.dropped, cut.windows[0][0].target_count) == (1, 0, 2)
+    assert (cut.cut, cut.dropped, cut.windows[0][0].target_count) == (1, [], 2)
     with pytest.raises(UserError, match="^max_length: no answer begins within"):
         tokenise_chats([chat], template, begins - 1)
 
@@ -517,3 +518,18 @@ def test_an_answer_that_was_generated_is_no_reason_to_refuse_the_next_question(t
     assert template.prompt_tokens(talk)
     with pytest.raises(UserError, match=r"message 2 \(assistant\): holds '\\n\\n### Instruction:\\n'"):
         taught(template, talk)  # in training it would teach to ask oneself
+
+
+def test_pairs_that_teach_nothing_are_named(tmp_path: Path) -> None:
+    """The same answer twice, and answers that only differ after the cut; a pair without an answer before it."""
+    template, long = plain(tmp_path), "very " * 40
+    records = [
+        ("Why?", "Because.", "Because."),
+        ("Why?", f"{long}good", f"{long}bad"),
+        ("Why?", "Because.", "No idea."),
+        (long, "Because.", "No idea."),
+    ]
+    chats = [parse_pair(dict(zip(("prompt", "chosen", "rejected"), each, strict=True)), f"f:{number}")
+             for number, each in enumerate(records, 1)]  # fmt: skip
+    read = tokenise_chats(chats, template, len(template.prompt_tokens([Message("user", "Why?")])) + 12)
+    assert (read.same, read.dropped) == (["f:1", "f:2"], ["f:4"])

@@ -24,7 +24,7 @@ from library.config.markers import resume_keys
 from library.console import Console
 from library.data.batches import DataParallelRank
 from library.data.file_index import content_hash
-from library.errors import UserError, counted, error_prefix
+from library.errors import UserError, counted, error_prefix, names_in_short
 from library.files import parse_json
 from library.llm.chat_batches import (
     Chat,
@@ -278,7 +278,10 @@ def _describe(
     if read.cut:
         remarks.append(f"note: {read.cut} conversations are longer than {max_length} tokens and lose their end")
     if read.dropped:
-        remarks.append(f"note: {read.dropped} of them have no answer before that and are left out")
+        without = f"{len(read.dropped)} of them have no answer before that and are left out"
+        remarks.append(f"note: {without} ({names_in_short(read.dropped)})")
+    if read.same:
+        remarks.append(f"note: chosen and rejected are the same, so nothing is learnt: {names_in_short(read.same)}")
     return remarks
 
 

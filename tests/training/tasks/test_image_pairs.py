@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from PIL import Image, ImageChops
 from torch import Tensor
 
 from library.conditions import Conditions
-from library.config.schema import FlowConfig, ModelConfig, NetworkConfig, PairsConfig, TrainingConfig
+from library.config.schema import DatasetArguments, FlowConfig, ModelConfig, NetworkConfig, PairsConfig, TrainingConfig
 from library.data.batches import Batch
+from library.data.config import load_dataset_config
 from library.data.directions import Direction, read_directions
+from library.data.samples import scan
 from library.errors import UserError
 from library.models.family import Family
 from library.models.family_by_name import model_family
@@ -365,8 +368,31 @@ def test_what_is_no_direction_is_named_with_the_remedy(tmp_path: Path, text: str
     path = tmp_path / ("slider.json" if text and text[0] == "[" else "slider.txt")
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"^slider_prompts: {re.escape(str(path))}.*{said}"):
         read_directions(str(path))
+
+
+def test_the_line_of_a_file_and_the_text_of_a_flag_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("# ages\n\na person --p old --n young\na person --p old\n")
+    with pytest.raises(UserError, match=r"^slider_prompts: .*a\.txt, line 4: has not one --p and one --n"):
+        read_directions(str(tmp_path / "a.txt"))
+    for given, named in (("a --p x", "prompt 1, 'a --p x'"), (["--p x --n y", "a"], "prompt 2, 'a'")):
+        with pytest.raises(UserError, match=f"^slider_prompts: {named}: has not one --p and one --n"):
+            read_directions(given)
+
+
+def test_pairs_of_the_same_file_and_images_without_a_partner_are_named(tmp_path: Path) -> None:
+    for folder, names in (("more", "abc"), ("less", "abcdef")):
+        (tmp_path / folder).mkdir()
+        for number, name in enumerate(names):
+            shade = 40 * number + 90 * (folder == "less" and name == "c")
+            Image.new("RGB", (64, 64), (shade, 0, 0)).save(tmp_path / folder / f"{name}.png")
+    table = f"image_dir = '{tmp_path}/more'\npaired_directory = '{tmp_path}/less'\nclass_tokens = 'a'\n"
+    (tmp_path / "d.toml").write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\n{table}")
+    config = load_dataset_config(tmp_path / "d.toml", DatasetArguments(dataset_config="d"))
+    said = "\n".join(scan(config, 0, 16).warnings)
+    assert "both of a pair are the same file, which teaches nothing: 2 of 3 images (a.png, b.png)" in said
+    assert f"3 images in {tmp_path}/less belong to no image, left out (d.png, e.png, f.png)" in said
 
 
 def test_directions_are_read_from_lines_text_json_and_toml_alike(tmp_path: Path) -> None:
