@@ -17,17 +17,30 @@ With several processes each encodes its share; the caller waits for all of them 
 from __future__ import annotations
 
 import gc
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from library.config.schema import PreservationConfig
-from library.data.batches import ALL, CachedDataset, CaptionPreservation, DataParallelRank, EpochBatchSampler, has_mask
+from library.console import Console
+from library.data.batches import (
+    ALL,
+    Bucket,
+    CachedDataset,
+    CaptionPreservation,
+    DataParallelRank,
+    EpochBatchSampler,
+    collate,
+    has_mask,
+)
 from library.data.buckets import ControlSizing
 from library.data.cache import (
     EncodeJob,
@@ -132,6 +145,15 @@ def check_pairs(data: TrainingData, train_on: str) -> None:
         if train_on != "images" and preservation is not None and preservation.captions(sample, sample.caption):
             remedy = "remove it, and name preserve_prompts or add an is_reg subset"
             raise UserError(f"preserve_class, preserve_blank: a pair is not seen with another caption; {remedy}")
+
+
+def check_references(data: TrainingData, most: int | None) -> None:
+    """Raise a UserError for the first image with more than ``most`` control images; None allows any number."""
+    for dataset in filter(None, (data.train, data.validation)):
+        for sample in dataset.samples:
+            if most is not None and len(sample.control_images) > most:
+                found = f"{len(sample.control_images)} control images"
+                raise UserError(f"{sample.image.path}: {found}, this model takes {most}; remove the others")
 
 
 @dataclass(frozen=True)
@@ -419,3 +441,38 @@ def _describe_subset(name: str, samples: list[Sample]) -> str:
     if len(samples) > len(trained):
         parts.append(f"{len(samples) - len(trained)} held out")
     return ", ".join(parts + marks)
+
+
+def workers_with_room(train: CachedDataset, workers: int, processes: int, console: Console) -> int:
+    """Return ``workers``, or 0 where shared memory has no room for the batches of those of ``processes``.
+
+    Workers hand batches over in /dev/shm, two each, and wait for ever where it is full: where it is too small for twice
+    as much, and for what is being trained on, there are none, and ``console`` says so.
+    """
+    shared = Path("/dev/shm")
+    if not workers or not shared.is_dir() or train.image_fingerprint is None:  # a dry run has nothing cached
+        return workers
+    nbytes = 0
+    for bucket in set(train.buckets):
+        first = collate(train.views((0, train.buckets.index(bucket)))).tensors()
+        nbytes = max(nbytes, sum(tensor.nbytes for tensor in first) * train.batch_sizes[bucket])
+    needed, free = 2 * (2 * workers + 2) * nbytes * processes, shutil.disk_usage(shared).free
+    if needed <= free:
+        return workers
+    room = f"{free / 2**20:,.0f} MiB free, and {workers} workers need {needed / 2**20:,.0f}"
+    remedy = "batches are loaded without workers (in Docker: --shm-size=2g)"
+    console.print(f"note: {shared} has {room}: {remedy}", soft_wrap=True)
+    return 0
+
+
+def held_out_loader(images: CachedDataset, most: int) -> DataLoader[Any]:
+    """Return the first ``most`` held-out images in batches of one bucket each, always in the same order."""
+    by_bucket: dict[Bucket, list[tuple[int, int]]] = {}
+    for index, bucket in list(enumerate(images.buckets))[:most]:
+        by_bucket.setdefault(bucket, []).append((0, index))  # epoch 0: held-out samples have no random choices
+    batches = [
+        items[i : i + images.batch_sizes[bucket]]
+        for bucket, items in by_bucket.items()
+        for i in range(0, len(items), images.batch_sizes[bucket])
+    ]
+    return DataLoader(images, batch_sampler=batches, collate_fn=collate)

@@ -43,6 +43,7 @@ from library.randomness import derive_seed
 from library.training.checkpoint.state import Stateful
 from library.training.optim.after_update import WeightAverage
 from library.training.optim.factory import averaged_weights, unwrapped
+from library.training.optim.preconditioning import InputPreconditioner
 from library.training.parallel.gather import all_reduce_and, to_local
 from library.training.parallel.gradients import clip_gradients, drop_gradients, lockstep_batches, no_sync
 from library.training.parallel.parallelize import ParallelSpec, parallelize
@@ -64,7 +65,7 @@ class Engine:
         optimizer, schedule: as prepared.
         parameters: what is trained; of split weights the part that lies here.
         average: of the parameters, None without ``ema_decay``.
-        preconditioner: what changes the optimizer's steps, of which a state keeps it; None where nothing does.
+        preconditioner: keeps what general images use most of the layers' inputs; None without ``preserve_directions``.
         pipeline: None where one process has the whole model.
         graphs: of forward and backward (:meth:`capture_steps`); None where every step runs eagerly.
         is_whole: False only while :meth:`update` or :meth:`settle` runs, and after one of them failed half-way: then
@@ -80,7 +81,7 @@ class Engine:
     schedule: LRScheduler
     parameters: Sequence[nn.Parameter]
     average: WeightAverage | None = None
-    preconditioner: Stateful | None = None
+    preconditioner: InputPreconditioner | None = None
     pipeline: Pipeline | None = None
     graphs: StepGraphs | None = None
     needs_base = False

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -32,12 +30,9 @@ from library.config.schema import DatasetArguments, TrainConfig, TrainingConfig
 from library.console import Console
 from library.data.batches import (
     Batch,
-    Bucket,
-    CachedDataset,
     DataParallelRank,
     EpochBatchSampler,
     RaisingLoader,
-    collate,
     collate_or_error,
 )
 from library.data.cache import TextJob, absent, discard_damaged
@@ -50,6 +45,9 @@ from library.data.dataset import (
     build_dataset,
     check_masks,
     check_pairs,
+    check_references,
+    held_out_loader,
+    workers_with_room,
 )
 from library.data.directions import read_directions
 from library.data.lint import captions_of, long_captions, refuse_damaged, summarise
@@ -111,7 +109,6 @@ class ImageLora(LoraTask):
         base_weights: LoRAs that are merged into the base as it is loaded.
         step: the forward pass.
         general: prompts by which changes elsewhere are measured, and what the base paints of them.
-        preconditioner: keeps what general images use most of the layers' inputs; None without ``preserve_directions``.
     """
 
     metric: ClassVar[str] = "sigma_mean"
@@ -132,7 +129,6 @@ class ImageLora(LoraTask):
     teacher: Teacher | None = None
     general: painting.PaintedSet | None = None
     sampler: ImageSampler | None = None
-    preconditioner: InputPreconditioner | None = None
     rings: Sequence[Ring] = ()
 
     def open(self, state: str | None = None) -> None:
@@ -346,8 +342,8 @@ class ImageLora(LoraTask):
         self.load_networks()
         directions = self._leading_directions()
         self.wrap_networks()
-        if self.preconditioner is not None and directions:
-            self.preconditioner.set(directions, start=config.network.network_weights is None)
+        if (preconditioner := self.engine.preconditioner) is not None and directions:
+            preconditioner.set(directions, start=config.network.network_weights is None)
         self._hold_out()
         samples, writes = self.names.folder / "samples", self.accelerator.is_main_process
         self.sampler = build_sampler(
@@ -474,8 +470,8 @@ class ImageLora(LoraTask):
             layers = self.network.component(self.network.targets.file_prefix).modules
             parts = {name: layer.trained().get("lora_A.weight") for name, layer in layers.items()}
             downs = {name: down for name, down in parts.items() if down is not None}  # of joined ones the first has it
-            self.preconditioner = self.engine.preconditioner = InputPreconditioner(downs, count)
-            self.preconditioner.attach(unwrapped(self.engine.optimizer))
+            self.engine.preconditioner = preconditioner = InputPreconditioner(downs, count)
+            preconditioner.attach(unwrapped(self.engine.optimizer))
         self.loader = RaisingLoader(self.loader)
         outside = config.training.prior_loss_weight if config.preservation.preserve_outside_mask else 0.0
         lockstep = config.preservation.preserve != "none" and config.parallel.gathers_weights
@@ -577,36 +573,12 @@ class ImageLora(LoraTask):
         return [sample.image.path for sample in self.data.train.samples_of(batch.sample_ids[:: batch.views])]
 
 
-def check_references(data: TrainingData, most: int | None) -> None:
-    """Raise a UserError for the first image with more than ``most`` control images; None allows any number."""
-    for dataset in filter(None, (data.train, data.validation)):
-        for sample in dataset.samples:
-            if most is not None and len(sample.control_images) > most:
-                found = f"{len(sample.control_images)} control images"
-                raise UserError(f"{sample.image.path}: {found}, this model takes {most}; remove the others")
-
-
 def training_loader(
     data: TrainingData, arguments: DatasetArguments, accelerator: Accelerator, console: Console
 ) -> tuple[EpochBatchSampler, DataLoader[Any]]:
-    """Return the loader of training batches, to be prepared by accelerate, and the sampler that orders them.
-
-    Workers hand batches over in /dev/shm, two each, and wait for ever where it is full: where it is too small for twice
-    as much, and for what is being trained on, there are none, and ``console`` says so.
-    """
+    """Return the loader of training batches, to be prepared by accelerate, and the sampler that orders them."""
     sampler = data.batch_sampler(DataParallelRank.of(accelerator))
-    workers, shared = arguments.max_data_loader_n_workers, Path("/dev/shm")
-    if workers and shared.is_dir() and data.train.image_fingerprint is not None:  # cached, which a dry run has not
-        train, nbytes = data.train, 0
-        for bucket in set(train.buckets):
-            first = collate(train.views((0, train.buckets.index(bucket)))).tensors()
-            nbytes = max(nbytes, sum(tensor.nbytes for tensor in first) * train.batch_sizes[bucket])
-        needed, free = 2 * (2 * workers + 2) * nbytes * accelerator.num_processes, shutil.disk_usage(shared).free
-        if needed > free:
-            room = f"{free / 2**20:,.0f} MiB free, and {workers} workers need {needed / 2**20:,.0f}"
-            remedy = "batches are loaded without workers (in Docker: --shm-size=2g)"
-            console.print(f"note: {shared} has {room}: {remedy}", soft_wrap=True)
-            workers = 0
+    workers = workers_with_room(data.train, arguments.max_data_loader_n_workers, accelerator.num_processes, console)
     loader = DataLoader(
         data.train,
         batch_sampler=sampler,
@@ -617,16 +589,3 @@ def training_loader(
         pin_memory=accelerator.device.type == "cuda",
     )
     return sampler, loader
-
-
-def held_out_loader(images: CachedDataset, most: int) -> DataLoader[Any]:
-    """Return the first ``most`` held-out images in batches of one bucket each, always in the same order."""
-    by_bucket: dict[Bucket, list[tuple[int, int]]] = {}
-    for index, bucket in list(enumerate(images.buckets))[:most]:
-        by_bucket.setdefault(bucket, []).append((0, index))  # epoch 0: held-out samples have no random choices
-    batches = [
-        items[i : i + images.batch_sizes[bucket]]
-        for bucket, items in by_bucket.items()
-        for i in range(0, len(items), images.batch_sizes[bucket])
-    ]
-    return DataLoader(images, batch_sampler=batches, collate_fn=collate)
