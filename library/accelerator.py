@@ -44,7 +44,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._triton import has_triton_package
 from torch.utils.data import DataLoader
 
-from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
+from library.config.run_schema import (
+    AccelerateConfig,
+    LoggingConfig,
+    ParallelConfig,
+    SavingConfig,
+)
+from library.config.schema import TrainingConfig
 from library.errors import UserError
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from library.accelerator import build_accelerator
-from library.config.schema import AccelerateConfig, LoggingConfig, SavingConfig, TrainingConfig
+from library.config.run_schema import AccelerateConfig, LoggingConfig, SavingConfig
+from library.config.schema import TrainingConfig
 from library.errors import UserError
 from tests.processes import run_command
 from tests.runs import ROOT, arguments, lora, run, write_base, write_dataset

@@ -20,7 +20,8 @@ from library.config.family_defaults import family_defaults
 from library.config.load import Parser
 from library.config.markers import MOST, MOST_GUIDANCE, MOST_SEED, MOST_STRENGTH, words_of
 from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS, MODEL_TYPES
-from library.config.schema import ModelConfig, PrecisionConfig, SavingConfig
+from library.config.run_schema import SavingConfig
+from library.config.schema import ModelConfig, PrecisionConfig
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.models.hub import find_lora, find_model

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.config.schema import SavingConfig
+from library.config.run_schema import SavingConfig
 from library.errors import UserError, exit_on_user_error
 from library.models.hub import find_model
 from tools.command import choices, show_progress, tool_parser

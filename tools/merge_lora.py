@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.config.schema import SavingConfig
+from library.config.run_schema import SavingConfig
 from library.errors import UserError, counted, exit_on_user_error
 from library.models.hub import find_model
 from library.precision.names import QUANTIZED_PRECISIONS

@@ -12,18 +12,20 @@ from pydantic import Field
 
 from library.config.markers import MUST_MATCH, Batch, Fraction, NotNegative, OnlyWith, Pairs, Positive, Section, Size
 from library.config.model_types import LANGUAGE_MODELS
-from library.config.schema import (
-    PREFERENCES,
+from library.config.run_schema import (
     SAMPLED,
     AccelerateConfig,
     HubConfig,
     LoggingConfig,
-    NetworkConfig,
-    OptimizerConfig,
     ParallelConfig,
-    PrecisionConfig,
     SamplingConfig,
     SavingConfig,
+)
+from library.config.schema import (
+    PREFERENCES,
+    NetworkConfig,
+    OptimizerConfig,
+    PrecisionConfig,
     TrainingConfig,
 )
 

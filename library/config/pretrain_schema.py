@@ -25,16 +25,18 @@ from library.config.markers import (
     Size,
 )
 from library.config.optimizer_types import estimates_step_size
-from library.config.schema import (
-    NOT_IN_EPOCHS,
+from library.config.run_schema import (
     SAMPLED,
     AccelerateConfig,
     HubConfig,
-    LeastRate,
     LoggingConfig,
-    OptimizerConfig,
     ParallelConfig,
     SavingConfig,
+)
+from library.config.schema import (
+    NOT_IN_EPOCHS,
+    LeastRate,
+    OptimizerConfig,
     Scheduler,
     SharedTrainingKeys,
     WarmUp,

@@ -20,7 +20,8 @@ from library.config.chat_schema import ChatTrainConfig
 from library.config.kohya.flags import FLAGS
 from library.config.markers import OnlyFor
 from library.config.pretrain_schema import PretrainConfig
-from library.config.schema import IMAGES, TrainConfig
+from library.config.run_schema import IMAGES
+from library.config.schema import TrainConfig
 from library.errors import nearest_of
 from library.files import read_toml
 

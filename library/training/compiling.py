@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._triton import has_triton
 
 from library.config.rules import conflicts_of_true, reason_alone
-from library.config.schema import AccelerateConfig
+from library.config.run_schema import AccelerateConfig
 from library.training.memory.fake_cuda import cache_folder
 
 WORTH = 300  # steps

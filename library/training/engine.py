@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from library.accelerator import dp_rank_and_size
-from library.config.schema import ParallelConfig
+from library.config.run_schema import ParallelConfig
 from library.data.batches import MicroStep, TensorBatch
 from library.errors import NotRestoredError
 from library.nn.checkpointing import evaluating

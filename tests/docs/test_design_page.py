@@ -10,7 +10,8 @@ from typing import get_args
 import pytest
 
 from library.config.kohya.flags import FLAGS
-from library.config.schema import NetworkConfig, SavingConfig
+from library.config.run_schema import SavingConfig
+from library.config.schema import NetworkConfig
 from library.config.scripts import LORA, fields
 from library.training.checkpoint.metadata import _OFF
 from networks.files.layouts import LAYOUTS, SAVE_FORMATS

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.families import FAMILIES, Sizes, build_transformer, example_inputs
-from library.config.schema import AccelerateConfig, NetworkConfig
+from library.config.run_schema import AccelerateConfig
+from library.config.schema import NetworkConfig
 from library.models.family_by_name import family_class
 from library.models.registry import lora_targets
 from library.nn.checkpointing import ATTENTION, ActivationCheckpointing, HostOffload, neighbours

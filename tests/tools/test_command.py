@@ -14,7 +14,8 @@ from typing import get_args
 
 import pytest
 
-from library.config.schema import PrecisionConfig, SavingConfig
+from library.config.run_schema import SavingConfig
+from library.config.schema import PrecisionConfig
 from library.errors import UserError
 from library.models.registry import lora_targets
 from library.precision.fp8_numbers import FORMATS

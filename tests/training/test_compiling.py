@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from library.config import load_config
-from library.config.schema import AccelerateConfig
+from library.config.run_schema import AccelerateConfig
 from library.nn.attention import attend
 from library.nn.norms import modulated_norm
 from library.training import compiling

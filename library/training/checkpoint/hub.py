@@ -23,7 +23,7 @@ from typing import Any
 from accelerate import Accelerator
 from huggingface_hub import HfApi
 
-from library.config.schema import HubConfig
+from library.config.run_schema import HubConfig
 from library.console import Console
 from library.errors import UserError, reason_of
 

@@ -33,7 +33,8 @@ from library.checksums import read_checked_json, write_checked_json
 from library.config.chat_schema import ChatTrainConfig
 from library.config.markers import split_pairs
 from library.config.model_types import PATHS
-from library.config.schema import SavingConfig, TrainConfig
+from library.config.run_schema import SavingConfig
+from library.config.schema import TrainConfig
 from library.data.batches import DataParallelRank
 from library.data.buckets import Bucketing
 from library.data.captions import plain_caption

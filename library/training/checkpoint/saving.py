@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from library.accelerator import release
-from library.config.schema import SavingConfig
+from library.config.run_schema import SavingConfig
 from library.errors import NotFiniteError, NotRestoredError, UserError, WriteError, reason_of
 from library.files import discard
 from library.processes import FailedElsewhere

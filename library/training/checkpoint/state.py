@@ -41,7 +41,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from library.checksums import MANIFEST, checksum, find_change, write_manifest
-from library.config.schema import LASTING_PARTS, SavingConfig
+from library.config.run_schema import SavingConfig
+from library.config.schema import LASTING_PARTS
 from library.errors import UserError
 from library.files import atomic_folder, clear_leftovers, read_own, write_text
 from library.safetensors_io import write_safetensors

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from library.accelerator import device_mesh, prepare_loader
-from library.config.schema import ParallelConfig
+from library.config.run_schema import ParallelConfig
 from library.errors import UserError
 from library.models.llm.model import Block, TransformerLM, lm_split_plan, shard_heads
 from library.nn.tensor_split import Parts

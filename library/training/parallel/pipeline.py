@@ -49,7 +49,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from library.accelerator import dp_rank_and_size
-from library.config.schema import ParallelConfig
+from library.config.run_schema import ParallelConfig
 from library.errors import UserError
 from library.models.llm.model import TransformerLM
 from library.randomness import derive_seed

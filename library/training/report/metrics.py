@@ -26,7 +26,7 @@ from torch import Tensor
 
 from library import __version__
 from library.checksums import checksum
-from library.config.schema import LoggingConfig
+from library.config.run_schema import LoggingConfig
 from library.errors import UserError, counted, reason_of
 from library.files import atomic_path, toml_text, write_text
 from library.training.checkpoint.state import Position

@@ -17,7 +17,7 @@ import huggingface_hub.constants
 import pytest
 from rich.console import Console
 
-from library.config.schema import HubConfig
+from library.config.run_schema import HubConfig
 from library.errors import UserError
 from library.training import run as training_run
 from library.training.checkpoint.hub import HubUpload

@@ -17,7 +17,7 @@ import torch
 
 import library.training.checkpoint.saving as keeping
 import library.training.tasks.lora as export
-from library.config.schema import SavingConfig
+from library.config.run_schema import SavingConfig
 from library.errors import UserError, WriteError
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.saving import CheckpointWriter, remove_old

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from library.config.schema import SavingConfig
+from library.config.run_schema import SavingConfig
 from library.errors import UserError
 from library.training.checkpoint.state import (
     OutputNames,

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from library.config.model_types import MODEL_TYPES
-from library.config.schema import AccelerateConfig, NetworkConfig
+from library.config.run_schema import AccelerateConfig
+from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.family_by_name import family_class
 from library.models.flux.files import FLUX_TARGETS

@@ -11,7 +11,7 @@ from torch import nn
 import library.training.tasks.image_lora as image_lora
 import train_lora
 from library.config import load_config
-from library.config.schema import ParallelConfig
+from library.config.run_schema import ParallelConfig
 from library.errors import UserError
 from library.models.flux.model import optimise_forward
 from library.training.engine import all_finite

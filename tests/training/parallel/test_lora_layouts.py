@@ -17,7 +17,7 @@ from PIL import Image
 
 from library.accelerator import require_deepspeed
 from library.config import load_config
-from library.config.schema import ParallelConfig
+from library.config.run_schema import ParallelConfig
 from library.errors import UserError
 from tests.chat_runs import adapter
 from tests.chat_runs import flags as chat_flags
@@ -388,7 +388,8 @@ def test_gradients_of_split_runs_are_means_over_processes(tmp_path: Path) -> Non
 
 def average(folder: Path) -> None:
     from library.accelerator import build_accelerator
-    from library.config.schema import AccelerateConfig, LoggingConfig, SavingConfig, TrainingConfig
+    from library.config.run_schema import AccelerateConfig, LoggingConfig, SavingConfig
+    from library.config.schema import TrainingConfig
     from library.training.parallel.gradients import average_gradients
 
     saving, parallel = SavingConfig(output_dir=str(folder)), ParallelConfig(shard=2)

@@ -18,14 +18,13 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from library.accelerator import build_accelerator, device_mesh
-from library.config.schema import (
+from library.config.run_schema import (
     AccelerateConfig,
     LoggingConfig,
-    NetworkConfig,
     ParallelConfig,
     SavingConfig,
-    TrainingConfig,
 )
+from library.config.schema import NetworkConfig, TrainingConfig
 from library.data.batches import Batch
 from library.errors import UserError
 from library.llm.chat_batches import ChatBatch

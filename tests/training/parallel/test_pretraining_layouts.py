@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import library.accelerator
-from library.config.schema import ParallelConfig
+from library.config.run_schema import ParallelConfig
 from library.errors import UserError
 from library.nn.rope import RopeTables
 from library.training.parallel.parallelize import check_sharding
