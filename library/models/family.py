@@ -3,11 +3,10 @@
 The *class* is the architecture. What needs no files is asked of it: its blocks, the layers that LoRAs get, published
 sizes, example inputs. An *instance* is one model: built from the ``[model]`` section alone, it reads headers and
 configs, so that a wrong path is an error at once, but no weights. Its methods load each part when asked, turn (noisy
-latents, sigmas, text) into a velocity and sample images.
+latents, sigmas, text) into a velocity, and go from noise to an image by the same velocity.
 
 A family is a folder (``docs/model_families.md``): its ``spec.py`` derives from :class:`Family`, sets the attributes and
-writes what no other family has: how latents and text become the transformer's arguments, and which of diffusers'
-pipelines samples.
+writes what no other family has: above all how latents and text become the transformer's arguments.
 """
 
 from __future__ import annotations
@@ -16,15 +15,18 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+import torch.nn.functional as F
+from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from PIL.Image import Image
 from torch import Tensor, nn
@@ -81,10 +83,8 @@ class Family:
         depths: arguments of it that count blocks.
         image_encoder: the class that reads its autoencoder.
         published_scheduler: arguments of the scheduler, for models in single files.
-        sampler: diffusers' class that samples. sampler_options: arguments of its call that are always the same.
-        guidance_argument, cfg_argument: the arguments that take the guidance input's value and the strength of
-            classifier-free guidance; "" where there is none. cfg_offset: what the pipeline adds to the latter.
-        pipeline_patch: latents a side that the pipeline takes for one.
+        negative_text: whether samples may be steered away from a negative text (classifier-free guidance).
+        noise_patch: latents a side whose noise is drawn as the channels of one, as diffusers' pipeline draws it.
         modelspec_architecture: what ModelSpec calls this model, "flux-1-schnell"; default: what it calls the family.
         optimise_forward: of ``model.py``: (transformer, backend) -> transformer, whose forward saves less for backward.
         patch_size: latents a side that make one token.
@@ -110,12 +110,8 @@ class Family:
     depths: tuple[str, ...]
     image_encoder: type[ImageEncoder]
     published_scheduler: Mapping[str, Any] = {}
-    sampler: Any
-    sampler_options: Mapping[str, Any] = {}
-    guidance_argument = ""
-    cfg_argument = ""
-    cfg_offset = 0
-    pipeline_patch = 1
+    negative_text = True
+    noise_patch = 1
     modelspec_architecture: str
     patch_size = 2
     latent_channels: int
@@ -191,45 +187,13 @@ class Family:
         tokens = output[:, : height * width // self.patch_size**2]
         return unpack_latents(tokens.float(), height, width, self.patch_size)
 
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
-        """Return diffusers' pipeline around ``transformer``, without encoders."""
-        parameters = inspect.signature(self.sampler.__init__).parameters.values()
-        required = {each.name: None for each in parameters if each.default is each.empty and each.name != "self"}
-        return self.sampler(**required | {"transformer": transformer, "scheduler": scheduler})
+    def guided(self, velocity: Tensor, negative: Tensor, cfg: float) -> Tensor:
+        """Return the velocity away from that of the negative text, both [B, C, h, w] (arXiv 2207.12598)."""
+        return negative + cfg * (velocity - negative)
 
-    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
-        """Return the pipeline's arguments for both guidances; ``cfg`` is 1 where there is no negative text."""
-        if cfg != 1.0 and not self.cfg_argument:
-            raise UserError(
-                f"model_type {self.name} knows no negative prompt; remove --n and --l (negative_prompt, scale)"
-            )
-        values = {self.guidance_argument: guidance, self.cfg_argument: cfg - self.cfg_offset}
-        return {**self.sampler_options, **{name: value for name, value in values.items() if name}}
-
-    def condition_inputs(self, size: tuple[int, int], seed: int, conditions: Conditions) -> dict[str, Any]:
-        """Return the pipeline's arguments for ``conditions``; ``size`` is width and height."""
+    def step_inputs(self, following: Tensor) -> dict[str, Any]:
+        """Return further arguments of the transformer for a step of sampling to the noise levels ``following`` [B]."""
         return {}
-
-    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
-        """Return ``text``, with a batch axis of one, as arguments of the pipeline.
-
-        In fp32, because pipelines draw their noise in the dtype of the text: one noise for every dtype.
-        """
-        dtypes = {name: torch.float32 if each.is_floating_point() else each.dtype for name, each in text.items()}
-        return {name: each.to(transformer.device, dtypes[name]) for name, each in text.items()}
-
-    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Return latents [1, C, height, width] of what the pipeline gives, tokens or latents."""
-        return latents if latents.ndim == 4 else unpack_latents(latents, height, width, self.patch_size)
-
-    def conditioned(
-        self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]
-    ) -> AbstractContextManager:
-        """Let the transformer see ``conditions`` while the pipeline calls it, where the pipeline does not pass them.
-
-        ``text`` is what the image is sampled from, without a batch axis or with one.
-        """
-        return nullcontext()
 
     def first_sigmas(self, steps: int) -> list[float] | None:
         """Return the noise levels that the scheduler shifts, where the model itself says them; None: even ones."""
@@ -290,9 +254,13 @@ class Family:
 
     def says_distilled(self) -> bool:
         """Whether this is a distilled model: as the folder's pipeline says, else as its name does."""
+        named = named_distilled(self.config.pretrained_model_name_or_path)
+        return bool(self.folder_settings().get("is_distilled", named))
+
+    def folder_settings(self) -> dict[str, Any]:
+        """Return what the folder's ``model_index.json`` says; of a single file nothing."""
         index = self.files.index
-        settings = {} if index is None else read_config(index.parent, index.name)
-        return bool(settings.get("is_distilled", named_distilled(self.config.pretrained_model_name_or_path)))
+        return {} if index is None else read_config(index.parent, index.name)
 
     def check_text_encoders(self) -> None:
         """Refuse files that are no text encoders of this family; headers only."""
@@ -329,8 +297,7 @@ class Family:
         places |= {"processor": files.processor} if files.processor.is_dir() else {}
         found = {k: fingerprint(place) if Path(place).exists() else str(place) for k, place in places.items()}
         arguments = {name: self.argument(name) for name in inspect.signature(self.transformer_class).parameters}
-        index = {} if files.index is None else read_config(files.index.parent, files.index.name)
-        index = {key: value for key, value in index.items() if not _is_component(value)}
+        index = {key: value for key, value in self.folder_settings().items() if not _is_component(value)}
         texts = {"transformer config": arguments, "scheduler": self.scheduler().config, "model_index.json": index}
         for name, values in texts.items():
             own = {key: value for key, value in values.items() if not key.startswith("_")}
@@ -410,6 +377,7 @@ class Family:
         text: dict[str, Tensor],
         guidance_scale: float = 1.0,
         conditions: Conditions = NO_CONDITIONS,
+        **more: Any,
     ) -> Tensor:
         """Return the velocity noise - image at ``latents``, [B, C, h, w] fp32.
 
@@ -422,6 +390,7 @@ class Family:
                 nothing, which the fastest kernels need.
             guidance_scale: for models with a guidance input.
             conditions: what ``conditioning`` names, with the batch axis of ``latents``.
+            more: of :meth:`step_inputs`.
 
         Raises:
             UserError: the conditions are not those of this family.
@@ -432,7 +401,7 @@ class Family:
             latents = latents.to(dtype)
             text = {name: each.to(dtype) if each.is_floating_point() else each for name, each in text.items()}
         inputs = self.transformer_inputs(latents, sigmas, text, guidance_scale, conditions)
-        return self.velocity(transformer(**inputs, return_dict=False)[0], latents)
+        return self.velocity(transformer(**inputs, **more, return_dict=False)[0], latents)
 
     def rounded_text(self, text: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch's ``text`` in one of a few shapes, for steps that are captured; the velocity stays the same.
@@ -453,7 +422,7 @@ class Family:
         negative_text: dict[str, Tensor] | None = None,
         conditions: Conditions = NO_CONDITIONS,
     ) -> Image:
-        """Sample one image with diffusers' pipeline and the running transformer.
+        """Sample one image with the running transformer by Euler's method, as diffusers' pipeline of the family does.
 
         The same seed gives the same image. Noise and solver work in fp32; a 16-bit transformer runs under autocast, so
         that LoRA weights of any dtype fit. The training mode is restored afterwards and nothing keeps a reference to
@@ -472,41 +441,40 @@ class Family:
                 takes no negative text.
         """
         multiple, factor = image_encoder.pixel_multiple, image_encoder.latent_factor
-        width, height, steps, seed = settings.width, settings.height, settings.steps, settings.seed
+        width, height = settings.width, settings.height
         if width % multiple or height % multiple:
             raise UserError(f"sample of {width} x {height} pixels: both must be multiples of {multiple}")
-        scheduler = self._scheduler_of(steps)
+        is_steered = negative_text is not None and settings.cfg > 1
+        if is_steered and not self.negative_text:
+            raise UserError(
+                f"model_type {self.name} knows no negative prompt; remove --n and --l (negative_prompt, scale)"
+            )
         plain = unwrapped(transformer)
-        conditions = conditions.to(plain.device)
-        pipeline: Any = self.pipeline(plain, scheduler, conditions)
-        pipeline.vae_scale_factor = factor * self.pipeline_patch  # read from the VAE otherwise, which stays outside
-        pipeline.set_progress_bar_config(disable=True)
-        inputs = self.condition_inputs((width, height), seed, conditions)
-        if (sigmas := self.first_sigmas(steps)) is not None:
-            inputs["sigmas"] = sigmas
-        texts = {"": text} | ({"negative_": negative_text} if negative_text is not None and settings.cfg > 1 else {})
-        inputs |= self.guidance_inputs(settings.guidance, settings.cfg if len(texts) > 1 else 1.0)
-        for prefix, each in texts.items():
-            one = each if each["prompt_embeds"].ndim == 3 else {name: row.unsqueeze(0) for name, row in each.items()}
-            inputs |= {prefix + name: value for name, value in self.pipeline_text(one, plain).items()}
-        dtype = getattr(plain, "loaded_dtype", plain.dtype)
-        with evaluating(plain), _autocast(plain.device, dtype), self.conditioned(plain, conditions, text):
-            latents = pipeline(
-                **inputs,
-                generator=torch.Generator().manual_seed(seed),
-                width=width,
-                height=height,
-                num_inference_steps=steps,
-                output_type="latent",
-                return_dict=False,
-            )[0]
-        pixels = image_encoder.decode(self.unpack(latents, height // factor, width // factor))
+        device, dtype = plain.device, getattr(plain, "loaded_dtype", plain.dtype)
+        conditions = conditions.to(device)
+        texts = [_of_one(each, device) for each in (text, negative_text if is_steered else None) if each is not None]
+        latents = self.noise(height // factor, width // factor, settings.seed).to(device)
+        sigmas = self.sampling_sigmas(settings.steps, latents[0, 0].numel() // self.patch_size**2)
+        with evaluating(plain), _autocast(device, dtype):
+            for now, following in pairwise(sigmas):
+                level, step = (latents.new_full((1,), sigma) for sigma in (now, following))
+                given, more = (settings.guidance, conditions), self.step_inputs(step)
+                found = [self.predict_velocity(plain, latents, level, each, *given, **more) for each in texts]
+                velocity = self.guided(found[0], found[1], settings.cfg) if is_steered else found[0]
+                latents = latents + (following - now) * velocity
+        pixels = image_encoder.decode(latents)
         if not bool(torch.isfinite(pixels).all()):
             raise NotFiniteError(
-                f"image of seed {seed}: NaN or infinity instead of pixels; lower the LoRA's strength or the guidance, "
-                "or compute in bf16"
+                f"image of seed {settings.seed}: NaN or infinity instead of pixels; lower the LoRA's strength or the "
+                "guidance, or compute in bf16"
             )
-        return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
+        return VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
+
+    def noise(self, height: int, width: int, seed: int) -> Tensor:
+        """Return the noise [1, C, height, width] that an image of ``seed`` begins with, fp32 on the CPU."""
+        patch = self.noise_patch
+        shape = (1, self.latent_channels * patch**2, height // patch, width // patch)
+        return F.pixel_shuffle(torch.randn(shape, generator=torch.Generator().manual_seed(seed)), patch)
 
     def scheduler(self) -> Any:
         """Return the folder's scheduler, or without one the published one."""
@@ -586,50 +554,6 @@ def split_plan(kind: Any, config: Mapping[str, Any], processes: int) -> dict[str
     return plan
 
 
-@contextmanager
-def inputs_changed(
-    transformer: nn.Module,
-    change: Callable[[dict[str, Any]], dict[str, Any]],
-    outputs: Callable[[tuple[Tensor]], tuple[Tensor]] = lambda output: output,
-) -> Iterator[None]:
-    """Let every call of ``transformer`` have the keyword arguments that ``change`` returns beside those given to it.
-
-    It returns what ``outputs`` makes of its outputs.
-    """
-    inside = False  # a hook that could not be taken away does nothing
-
-    def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        return (args, kwargs | change(kwargs)) if inside else None
-
-    def after(_: nn.Module, args: Any, output: tuple[Tensor]) -> tuple[Tensor] | None:
-        return outputs(output) if inside else None
-
-    with (
-        transformer.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        transformer.register_forward_hook(after),
-    ):
-        inside = True
-        try:
-            yield
-        finally:
-            inside = False
-
-
-class InFloat32(nn.Module):
-    """The transformer for pipelines that take the dtype of its weights for that of noise and solver."""
-
-    dtype = torch.float32
-
-    def __init__(self, transformer: Any) -> None:
-        super().__init__()
-        self._transformer = [transformer]  # no child: it stays where it is
-        self.config, self.device, self.forward = transformer.config, transformer.device, transformer.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the transformer, with its hooks; its outputs in fp32."""
-        return tuple(each.float() for each in self._transformer[0](*args, **kwargs))
-
-
 def unwrapped(module: nn.Module) -> Any:
     """Return the module inside DDP and compile wrappers."""
     while True:
@@ -637,6 +561,13 @@ def unwrapped(module: nn.Module) -> Any:
         if inner is None:
             return module
         module = inner
+
+
+def _of_one(text: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return the ``text`` of one sample, with a batch axis or without, as a batch in fp32; all of it is real."""
+    has_batch = text["prompt_embeds"].ndim == 3
+    rows = {name: each if has_batch else each[None] for name, each in text.items() if each.is_floating_point()}
+    return {name: each.to(device, torch.float32) for name, each in rows.items()}
 
 
 def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:

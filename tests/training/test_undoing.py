@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from library.errors import NotRestoredError
-from library.models.family import inputs_changed
 from library.nn.checkpointing import evaluating
 from library.processes import agreed
 from library.training.engine import Engine
@@ -140,14 +139,14 @@ def exchanged(kind: type[LoRALinear]) -> tuple[nn.Module, Engine, Callable[[], A
 
 
 def looked_at() -> tuple[nn.Module, Engine, Callable[[], Any]]:
-    """A model samples: in eval mode, with other inputs, its adapter bypassed."""
+    """A model samples: in eval mode, its adapter bypassed."""
     model = make_flux(blocks=1)
     network = inject(model)
     model.train()
 
     @contextmanager
     def sampling() -> Iterator[None]:
-        with evaluating(model), inputs_changed(model, lambda given: {"changed": True}), network.bypassed():
+        with evaluating(model), network.bypassed():
             yield
 
     return model, engine_of(model, torch.optim.SGD(network.parameters())), sampling

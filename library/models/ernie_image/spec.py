@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from diffusers import ErnieImagePipeline, ErnieImageTransformer2DModel, FlowMatchEulerDiscreteScheduler
+from diffusers import ErnieImageTransformer2DModel
 from torch import Tensor, nn
 from transformers import Ministral3Config, Ministral3Model, PreTrainedTokenizerBase
 
 import library.models.ernie_image.files as ernie_image_files
 import library.models.ernie_image.model as ernie_image_model
 from library.conditions import Conditions
-from library.models.family import InFloat32
 from library.models.flux.vae import Flux2ImageEncoder
 from library.models.mistral import HEAD_DIM, MistralFamily, MistralKind
 from library.models.text import LanguageModelEncoder
@@ -79,24 +77,6 @@ class ErnieImageEncoder(Flux2ImageEncoder):
     kind = "mean-1e-5"
 
 
-class _Unmasked(ErnieImagePipeline):
-    """The pipeline; texts of one length have no padding: without a mask the fastest kernels compute attention."""
-
-    @staticmethod
-    def _pad_text(text_hiddens: list[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        text, lengths = ErnieImagePipeline._pad_text(text_hiddens, *args, **kwargs)
-        return text, lengths if len(set(map(len, text_hiddens))) > 1 else None
-
-
-class _InOrder(FlowMatchEulerDiscreteScheduler):
-    """The scheduler, which takes its steps in order instead of looking for each step's timestep on the device."""
-
-    def set_timesteps(self, *args: Any, **kwargs: Any) -> None:
-        """Set the timesteps, and begin at the first."""
-        super().set_timesteps(*args, **kwargs)
-        self.set_begin_index(0)
-
-
 class ErnieImageFamily(MistralFamily):
     """ERNIE-Image and ERNIE-Image-Turbo."""
 
@@ -118,9 +98,7 @@ class ErnieImageFamily(MistralFamily):
     text_settings = ("ernie_image",)
     text_argument = "text_in_dim"
     published_scheduler = {"shift": 4.0}  # of both  # noqa: RUF012
-    sampler = _Unmasked
-    pipeline_patch = 2
-    cfg_argument = "guidance_scale"
+    noise_patch = 2
     distilled_steps = 8
     chained_args = ("x",)
     tail = ("final_norm", "final_linear")
@@ -146,15 +124,3 @@ class ErnieImageFamily(MistralFamily):
     def velocity(self, output: Any, latents: Tensor) -> Tensor:
         """Return the velocity [B, 32, h, w] of patches [B, 128, h/2, w/2]."""
         return F.pixel_shuffle(output.float(), self.patch_size)
-
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> Any:
-        """Return diffusers' pipeline, which draws its noise in the dtype of the transformer: fp32."""
-        return super().pipeline(InFloat32(transformer), _InOrder.from_config(scheduler.config), conditions)
-
-    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
-        """Return the embeddings as a list; of a single caption all are real."""
-        return {"prompt_embeds": list(text["prompt_embeds"].to(transformer.device, torch.float32))}
-
-    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Return latents [1, 32, height, width] of patches [1, 128, height/2, width/2]."""
-        return F.pixel_shuffle(latents, self.patch_size)

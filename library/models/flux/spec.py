@@ -6,7 +6,7 @@ in the guidance-distilled dev, the guidance scale, and returns the velocity nois
 is the same network without the guidance input.
 
 A variant is a subclass that says which other tokens or channels stand beside the noise
-(:meth:`FluxFamily.image_tokens`) and which of diffusers' pipelines samples (:meth:`FluxFamily.pipeline`).
+(:meth:`FluxFamily.image_tokens`).
 
 *Fill* dev (https://huggingface.co/black-forest-labs/FLUX.1-Fill-dev) inpaints a region. Its first layer is wider: a
 token holds the noisy latents, the latents of the image with its region blanked, and the 256 mask pixels
@@ -25,17 +25,10 @@ below them, whichever reaches less far.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import (
-    DiffusionPipeline,
-    FluxFillPipeline,
-    FluxKontextPipeline,
-    FluxPipeline,
-    FluxTransformer2DModel,
-)
+from diffusers import FluxTransformer2DModel
 from torch import Tensor
 from transformers import CLIPTokenizer, T5TokenizerFast
 
@@ -66,8 +59,6 @@ class FluxFamily(Family):
     depths = ("num_layers", "num_single_layers")
     image_encoder = FluxImageEncoder
     published_scheduler = {"shift": 3.0, "use_dynamic_shifting": True}  # noqa: RUF012
-    sampler: Any = FluxPipeline
-    guidance_argument, cfg_argument = "guidance_scale", "true_cfg_scale"
     guidance_input = True
     captions_differ = False
     tail = ("norm_out", "proj_out")
@@ -166,8 +157,7 @@ class FluxFillFamily(FluxFamily):
     """FLUX.1 Fill."""
 
     name = "flux_fill"
-    sampler = FluxFillPipeline
-    cfg_argument = ""
+    negative_text = False
     published = {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}  # noqa: RUF012
 
     def image_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
@@ -183,43 +173,6 @@ class FluxFillFamily(FluxFamily):
         known = (pack_latents(masked), pack_mask(mask, mask.shape[-2] // height))
         return torch.cat([noise, *(part.to(noise.dtype) for part in known)], dim=-1), positions
 
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
-        """Return FluxFillPipeline with an autoencoder that gives the blanked image's latents as we have them.
-
-        The pipeline takes images only: latents that it is given make it fail on the image that is then missing
-        (diffusers 0.42).
-        """
-        pipeline: Any = super().pipeline(transformer, scheduler, conditions)
-        pipeline.vae = _KnownLatents(_region(conditions)[0])
-        return pipeline
-
-    def condition_inputs(self, size: tuple[int, int], seed: int, conditions: Conditions) -> dict[str, Any]:
-        """Return mask, noise, and an image for its size alone."""
-        (width, height), (masked, mask) = size, _region(conditions)
-        if mask.shape[-2:] != (height, width):
-            raise UserError(
-                f"sample of {width} x {height} pixels with a mask of {mask.shape[-1]} x {mask.shape[-2]}; use one size"
-            )
-        noise = torch.randn(masked.shape, generator=torch.Generator().manual_seed(seed))
-        return {
-            "image": torch.zeros(1, 3, height, width),
-            "mask_image": mask.float().cpu(),
-            "latents": pack_latents(noise),
-        }
-
-
-class _KnownLatents:
-    """Stands for the autoencoder inside the pipeline: whatever is encoded, the latents are those given."""
-
-    def __init__(self, latents: Tensor) -> None:
-        self._latents = latents
-        # normalised already: the pipeline's (latents - shift) * scaling changes nothing
-        self.config = SimpleNamespace(latent_channels=latents.shape[1], shift_factor=0.0, scaling_factor=1.0)
-
-    def encode(self, pixels: Tensor) -> SimpleNamespace:
-        """Return what ``AutoencoderKL.encode`` would, as far as the pipeline looks at it."""
-        return SimpleNamespace(latents=self._latents)
-
 
 def _region(conditions: Conditions) -> tuple[Tensor, Tensor]:
     """Return masked latents [B, C, h, w] and mask [B, 1, H, W]."""
@@ -231,25 +184,10 @@ def _region(conditions: Conditions) -> tuple[Tensor, Tensor]:
     return conditions.masked_latents, conditions.mask
 
 
-class _GivenReferences(FluxKontextPipeline):
-    """FluxKontextPipeline for any number of references, given as latents."""
-
-    references: tuple[Tensor, ...] = ()
-
-    def prepare_latents(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Return noise, tokens of the references, and the positions of both."""
-        latents, _, positions, _ = super().prepare_latents(*args, **kwargs)
-        if not self.references:
-            return latents, None, positions, None
-        tokens, reference_positions = _reference_tokens(self.references)
-        return latents, tokens.to(latents), positions, reference_positions.to(positions)
-
-
 class FluxKontextFamily(FluxFamily):
     """FLUX.1 Kontext."""
 
     name = "flux_kontext"
-    sampler = _GivenReferences
 
     def image_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
         """Return tokens [B, N + R, 64], image then references, and their positions [N + R, 3]."""
@@ -261,16 +199,6 @@ class FluxKontextFamily(FluxFamily):
             torch.cat([tokens, reference_tokens.to(tokens.dtype)], dim=1),
             torch.cat([positions, reference_positions]),
         )
-
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
-        """Return FluxKontextPipeline with the references as tokens."""
-        pipeline: Any = super().pipeline(transformer, scheduler, conditions)
-        pipeline.references = conditions.references
-        return pipeline
-
-    def condition_inputs(self, size: tuple[int, int], seed: int, conditions: Conditions) -> dict[str, Any]:
-        """Return the area, which the pipeline would otherwise choose itself, of one megapixel."""
-        return {"max_area": size[0] * size[1]}
 
 
 def _reference_tokens(references: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

@@ -35,12 +35,9 @@ from library.nn.rope import Table
 REFERENCE_STEP = 10  # between the indices of images
 
 
-def positions_of(sizes: tuple[tuple[int, int], ...], device: torch.device | str = "cpu", first: int = 0) -> Tensor:
-    """Return (index, row, column, 0) of every token of images of ``sizes`` (rows, columns), fp32 [tokens, 4].
-
-    ``first`` is the number of the first image.
-    """
-    grids = [image_positions(*size, device, number * REFERENCE_STEP) for number, size in enumerate(sizes, first)]
+def positions_of(sizes: tuple[tuple[int, int], ...], device: torch.device | str = "cpu") -> Tensor:
+    """Return (index, row, column, 0) of every token of images of ``sizes`` (rows, columns), fp32 [tokens, 4]."""
+    grids = [image_positions(*size, device, number * REFERENCE_STEP) for number, size in enumerate(sizes)]
     return F.pad(torch.cat(grids), (0, 1))
 
 

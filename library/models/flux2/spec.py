@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
+from diffusers import Flux2Transformer2DModel
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
-from torch import Tensor, nn
+from torch import Tensor
 
 import library.models.flux2.files as flux2_files
 import library.models.flux2.model as flux2_model
 from library.conditions import Conditions
-from library.models.family import Family, inputs_changed
+from library.models.family import Family
 from library.models.flux.vae import Flux2ImageEncoder
 from library.models.flux2.model import positions_of
 from library.models.flux2.text import (
@@ -52,6 +50,7 @@ class Flux2Family(Family):
     image_encoder = Flux2ImageEncoder
     published_scheduler = {"shift": 3.0, "use_dynamic_shifting": True}  # noqa: RUF012
     latent_channels = 32
+    noise_patch = 2
     captions_differ = False
     timestep_sampling = "flux2_shift"
     tail = ("norm_out", "proj_out")
@@ -70,33 +69,6 @@ class Flux2Family(Family):
             "txt_ids": text_numbers(text["prompt_embeds"].shape[1], latents.device),
             "img_ids": positions_of(tuple(map(token_grid, images)), latents.device),
         }
-
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
-        """Return the pipeline with a stand-in for its autoencoder, by whose statistics it would denormalise latents.
-
-        Ours does that itself; these change nothing. For edit models too: :meth:`conditioned` adds what they see.
-        """
-        pipeline: Any = super().pipeline(transformer, scheduler, conditions)
-        norm = SimpleNamespace(running_mean=torch.zeros(1), running_var=torch.ones(1))
-        pipeline.vae = SimpleNamespace(bn=norm, config=SimpleNamespace(batch_norm_eps=0.0))
-        return pipeline
-
-    def conditioned(
-        self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]
-    ) -> AbstractContextManager:
-        """Put the references behind the tokens that the pipeline gives, which takes their output off again."""
-        references = conditions.references
-
-        def add(kwargs: dict[str, Any]) -> dict[str, Any]:
-            tokens, ids = kwargs["hidden_states"], kwargs["img_ids"]
-            shown = [pack_latents(image.to(tokens.dtype)) for image in references]
-            places = positions_of(tuple(map(token_grid, references)), ids.device, first=1).to(ids.dtype)
-            return {
-                "hidden_states": torch.cat([tokens, *shown], dim=1),
-                "img_ids": torch.cat([ids, places.expand(len(ids), -1, -1)], dim=1),
-            }
-
-        return inputs_changed(transformer, add) if references else nullcontext()
 
     def sampling_sigmas(self, steps: int, tokens: int, shift: float | None = None) -> list[float]:
         """As of every family; the pipelines' shift follows the number of steps too (``compute_empirical_mu``)."""
@@ -120,8 +92,6 @@ class KleinFamily(Qwen3Family, Flux2Family):
         "joint_attention_dim": 7680,
         "guidance_embeds": False,
     }
-    sampler = Flux2KleinPipeline
-    cfg_argument = "guidance_scale"
 
     @classmethod
     def published_like(cls, name: str) -> tuple[Mapping[str, Any], dict[str, Callable[[], Any]]]:
@@ -155,8 +125,7 @@ class DevFamily(MistralFamily, Flux2Family):
     text_layers = MISTRAL_LAYERS[-1]
     text_settings = ("flux2_dev", MOST_TOKENS)
     text_argument = "joint_attention_dim"
-    sampler = Flux2Pipeline
-    guidance_argument = "guidance_scale"
+    negative_text = False
     guidance_input = True
 
 

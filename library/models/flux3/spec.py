@@ -9,36 +9,26 @@ The *distilled* model is a flow map: it is told the noise level that a step jump
 returns the mean velocity between the two. It samples in 16 steps without a negative prompt and is not trained; LoRAs
 for it are trained on the base. Where its velocity is asked for outside of sampling, the jump is a step of the published
 schedule.
-
-diffusers has FLUX.3 as blocks of a modular pipeline. What runs here are those between text and latents.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from diffusers import Flux3DistilledModularPipeline, Flux3ModularPipeline, Flux3Transformer2DModel
-from diffusers.image_processor import VaeImageProcessor
-from diffusers.modular_pipelines.flux3 import modular_blocks_flux3, modular_blocks_flux3_distilled
+from diffusers import Flux3Transformer2DModel
 from PIL.Image import Image
 from torch import Tensor, nn
 
 import library.models.flux3.files as flux3_files
 import library.models.flux3.model as flux3_model
 from library.conditions import Conditions
-from library.errors import UserError
-from library.models.family import InFloat32
 from library.models.flux.vae import Flux2ImageEncoder
 from library.models.flux3.model import DISTILLED_STEPS, SHIFT, positions_of
 from library.models.qwen3 import VL_THETA, Qwen3Family
 from library.models.text import LanguageModelEncoder
 from library.models.vae import pack_latents, text_numbers, token_grid
-
-logging.getLogger("diffusers.guiders.guider_utils").setLevel(logging.ERROR)  # warns of itself with every sample
 
 _BY_MODE = ("mode_blocks", "x_embedders", "early_stream_modulations", "single_stream_modulations")
 
@@ -88,7 +78,7 @@ class Flux3KleinFamily(Qwen3Family):
     text_model = "Qwen3-VL-4B"
     theta = VL_THETA
     published_scheduler = {"shift": SHIFT}  # noqa: RUF012
-    cfg_argument = "guidance_scale"
+    noise_patch = 2
     distilled_steps = DISTILLED_STEPS
     chained_args = ("hidden_states",)  # no tail: modes run beside one another
     unused_parts: tuple[str, ...] = tuple(f"{part}.image_cond" for part in _BY_MODE)
@@ -122,54 +112,14 @@ class Flux3KleinFamily(Qwen3Family):
         """Whether the transformer jumps between noise levels."""
         return bool(self.argument("flow_map"))
 
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> Any:
-        """Return the modular pipeline's blocks between text and latents, called as a pipeline is."""
-        return _Sampler(transformer, scheduler, conditions.references)
+    @property
+    def negative_text(self) -> bool:  # type: ignore[override]
+        """Whether it is the base; the distilled model takes none."""
+        return not self.argument("flow_map")
 
-    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
-        """Return the guidance by the negative text; refuse one for the distilled model."""
-        if self.argument("flow_map") and cfg != 1.0:
-            raise UserError(
-                "the distilled FLUX.3 klein knows no negative prompt; remove --n and --l (negative_prompt, scale)"
-            )
-        return super().guidance_inputs(guidance, cfg)
-
-    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
-        """Return the embeddings; of a single caption all are real."""
-        return {"prompt_embeds": text["prompt_embeds"].to(transformer.device, torch.float32)}
-
-    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Return latents [1, 32, height, width] of patches [1, 128, height/2, width/2]."""
-        return F.pixel_shuffle(latents, self.patch_size)
-
-
-class _Sampler:
-    """diffusers' blocks from noise to latents, without encoders, with the interface of a pipeline."""
-
-    vae_scale_factor: int  # that of the pipeline's class, 8
-
-    def __init__(self, transformer: Any, scheduler: Any, references: tuple[Tensor, ...]) -> None:
-        distilled, edits = bool(transformer.config.flow_map), bool(references)
-        module: Any = modular_blocks_flux3_distilled if distilled else modular_blocks_flux3
-        kind = f"Flux3{'Distilled' if distilled else ''}{'ImageConditioned' if edits else ''}CoreDenoiseStep"
-        pipeline = Flux3DistilledModularPipeline if distilled else Flux3ModularPipeline
-        self._blocks = getattr(module, kind)()
-        self._pipeline = pipeline(blocks=self._blocks)
-        self._pipeline.register_components(transformer=InFloat32(transformer), scheduler=scheduler)
-        self._references = [F.pixel_unshuffle(each.float(), 2) for each in references]
-        self.image_processor = VaeImageProcessor()
-
-    def set_progress_bar_config(self, **settings: Any) -> None:
-        """Pass ``settings`` to the block with the loop."""
-        self._pipeline.set_progress_bar_config(**settings)
-
-    def __call__(self, guidance_scale: float, output_type: str, return_dict: bool, **inputs: Any) -> tuple[Tensor]:
-        """Return patches [1, 128, h, w]; ``inputs`` are the blocks' own."""
-        if hasattr(self._pipeline, "guider"):
-            self._pipeline.guider.guidance_scale = guidance_scale
-        if self._references:
-            inputs["image_cond_latents"] = self._references
-        return (self._pipeline(**inputs, output="latents"),)
+    def step_inputs(self, following: Tensor) -> dict[str, Any]:
+        """Return where a jump of the distilled model ends."""
+        return {"target_timestep": following} if self.argument("flow_map") else {}
 
 
 class Flux3KleinEditFamily(Flux3KleinFamily):

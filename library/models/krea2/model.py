@@ -6,7 +6,7 @@ encoder gives for a token. Beside attention and blocks:
 - *norms* multiply by 1 + weight. diffusers computes that in fp32 and saves an fp32 copy of the input for backward; here
   the norms stand with the modulation in what backward recomputes. Both are computed in fp32 and rounded once;
 - *attention's gate* is projected with q, k and v; its product with what attention gives is recomputed;
-- *position table*: text stands at the origin, where nothing turns, so one table serves texts of every length.
+- *position table*: one cosine and one sine per pair.
 
 diffusers does not round the timestep: nothing to mend.
 """
@@ -14,7 +14,6 @@ diffusers does not round the timestep: nothing to mend.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +43,7 @@ def optimise_forward(transformer: Krea2Transformer2DModel, backend: Backend = "a
         Krea2FinalLayer,
     )
     transformer.set_attn_processor(AttentionProcessor(backend))
-    if not isinstance(transformer.rotary_emb, JointRope):
-        transformer.rotary_emb = JointRope(transformer.config.axes_dims_rope, transformer.config.rope_theta)
-        transformer.register_forward_pre_hook(_count_text, with_kwargs=True)
+    transformer.rotary_emb = MultiAxisRope(transformer.config.axes_dims_rope, transformer.config.rope_theta)
     return transformer
 
 
@@ -151,23 +148,3 @@ class Krea2FinalLayer(diffusers_krea2.Krea2FinalLayer):
         """Return tokens [B, S, p²C] of ``hidden_states`` [B, S, W] and the timestep's vector ``temb`` [B, 1, W]."""
         scale, shift = (temb + self.scale_shift_table).to(hidden_states.dtype).chunk(2, dim=1)
         return project_recomputed([self.linear], self.norm, hidden_states, shift, scale)[0]
-
-
-class JointRope(MultiAxisRope):
-    """The table of text and image; it may be asked with the image's positions alone."""
-
-    before = 0  # text tokens that the next positions leave out
-
-    def forward(self, positions: Tensor) -> Table:
-        """Return (cos, sin), each fp32 [L + S, D/2], of ``positions`` [S, 3], of which the text is left out, or all."""
-        cos, sin = super().forward(positions)
-        return F.pad(cos, (0, 0, self.before, 0), value=1.0), F.pad(sin, (0, 0, self.before, 0))
-
-
-def _count_text(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: tell the table how many text tokens there are beside those that have positions."""
-    given = (
-        dict(zip(("hidden_states", "encoder_hidden_states", "timestep", "position_ids"), args, strict=False)) | kwargs
-    )
-    tokens = given["hidden_states"].shape[1] + given["encoder_hidden_states"].shape[1]
-    transformer.rotary_emb.before = tokens - len(given["position_ids"])

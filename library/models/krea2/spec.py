@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
+import torch.nn.functional as F
+from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Transformer2DModel
 from PIL.Image import Image
 from torch import Tensor
 
@@ -27,9 +28,8 @@ from library.models.qwen_image.text import TEMPLATES
 from library.models.qwen_image.vae import QwenImageEncoder
 from library.models.text import LanguageModelEncoder, padded
 from library.models.vae import image_positions, pack_latents, token_grid
-from library.models.weights import read_config
 
-_TURBO_SHIFT = math.exp(1.15)  # Krea2Pipeline: mu of a distilled model
+_TURBO_SHIFT = math.exp(1.15)  # diffusers' Krea2Pipeline: mu of a distilled model
 
 LAYERS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)  # of diffusers' pipeline, where a folder says no others
 MOST_TOKENS = 512  # of a caption with the template's end; longer captions are cut, as in the pipeline
@@ -60,14 +60,6 @@ class Krea2TextEncoder(LanguageModelEncoder):
         return padded([self.cut(self.prompt_of(caption))[0] + end for caption in captions])
 
 
-class _Unpadded(Krea2Pipeline):
-    """Krea2Pipeline for one caption, which has no padding: without a mask the fastest kernels compute attention."""
-
-    def encode_prompt(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the embeddings, and no mask."""
-        return super().encode_prompt(*args, **kwargs)[0], None
-
-
 class Krea2Family(Qwen3Family):
     """Krea 2 Raw and Turbo."""
 
@@ -88,8 +80,6 @@ class Krea2Family(Qwen3Family):
         "base_shift": 0.5,
         "max_shift": 1.15,
     }
-    sampler = _Unpadded
-    cfg_argument, cfg_offset = "guidance_scale", 1
     timestep_sampling = "krea2_shift"
     distilled_steps = 8
     chained_args = ("hidden_states",)
@@ -99,16 +89,13 @@ class Krea2Family(Qwen3Family):
     def check_variant(self) -> None:
         """Read what a folder says of the text encoder's layers."""
         super().check_variant()
-        folder, settings = self.files.transformer, dict[str, Any]()
-        if self.files.index is not None:
-            settings = read_config(self.files.index.parent, self.files.index.name)
-        self.read_layers = tuple(settings.get("text_encoder_select_layers") or LAYERS)
+        self.read_layers = tuple(self.folder_settings().get("text_encoder_select_layers") or LAYERS)
         self.text_layers = max(self.read_layers)
         self.text_settings = ("krea2", MOST_TOKENS, *self.read_layers)
         if len(self.read_layers) != (wanted := self.argument("num_text_layers")):
             raise UserError(
-                f"{folder}: takes {wanted} layers of the text encoder, {len(self.read_layers)} are read; give a "
-                "folder whose model_index.json names them (text_encoder_select_layers)"
+                f"{self.files.transformer}: takes {wanted} layers of the text encoder, {len(self.read_layers)} are read; "
+                "give a folder whose model_index.json names them (text_encoder_select_layers)"
             )
 
     def scheduler(self) -> Any:
@@ -123,20 +110,12 @@ class Krea2Family(Qwen3Family):
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
     ) -> dict[str, Any]:
-        """Return the arguments of Krea2Transformer2DModel; positions of the image alone, as its forward takes them."""
+        """Return the arguments of Krea2Transformer2DModel; of several layers of the text encoder, each by itself."""
+        embeds, places = text["prompt_embeds"], image_positions(*token_grid(latents), latents.device)
         return {
             "hidden_states": pack_latents(latents),
-            "encoder_hidden_states": self._by_layer(text["prompt_embeds"]),
+            "encoder_hidden_states": embeds.unflatten(-1, (len(self.read_layers), -1)),
             "timestep": sigmas,
-            "position_ids": image_positions(*token_grid(latents), latents.device),
+            "position_ids": F.pad(places, (0, 0, embeds.shape[1], 0)),  # text stands at the origin
             "encoder_attention_mask": text.get("prompt_embeds_mask"),
         }
-
-    def _by_layer(self, embeds: Tensor) -> Tensor:
-        """Return [B, L, layers, D] of ``embeds`` [B, L, layers * D]."""
-        return embeds.unflatten(-1, (len(self.read_layers), -1))
-
-    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
-        """Return the embeddings by layer and their mask."""
-        found = super().pipeline_text(text, transformer)
-        return found | {"prompt_embeds": self._by_layer(found["prompt_embeds"])}

@@ -14,19 +14,19 @@ reference tokens are modulated as at timestep 0.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
-from torch import Tensor, nn
+import torch.nn.functional as F
+from diffusers import QwenImageTransformer2DModel
+from torch import Tensor
 
 import library.models.qwen_image.files as qwen_files
 import library.models.qwen_image.model as qwen_model
 from library.conditions import Conditions
 from library.errors import UserError
-from library.models.family import Family, inputs_changed
+from library.models.family import Family
 from library.models.qwen_image.text import (
     IMAGE_TOKEN,
     MOST_TOKENS,
@@ -61,9 +61,6 @@ class QwenImageFamily(Family):
         "shift_terminal": 0.02,
         "time_shift_type": "exponential",
     }
-    sampler = QwenImagePipeline  # of edit models too: ``conditioned`` adds what they see
-    sampler_options = {"max_sequence_length": MOST_TOKENS}  # noqa: RUF012
-    cfg_argument = "true_cfg_scale"
     timestep_sampling = "qwen_shift"
     tail = ("norm_out", "proj_out")
     published_texts = staticmethod(published_text)
@@ -108,6 +105,12 @@ class QwenImageFamily(Family):
             "img_shapes": [[(1, *token_grid(image)) for image in images]] * len(latents),
         }
 
+    def guided(self, velocity: Tensor, negative: Tensor, cfg: float) -> Tensor:
+        """As of every family; each token is as long as without guidance, as in diffusers' pipelines."""
+        found = super().guided(velocity, negative, cfg)
+        lengths = (F.pixel_unshuffle(each, self.patch_size).norm(dim=1, keepdim=True) for each in (velocity, found))
+        return found * F.interpolate(torch.div(*lengths), scale_factor=self.patch_size)
+
     def check_references(self, conditions: Conditions) -> None:
         """Raise a UserError where there are more images than the model takes, or none where it takes one."""
         count = len(conditions.references)
@@ -121,23 +124,6 @@ class QwenImageEditFamily(QwenImageFamily):
 
     name = "qwen_image_edit"
     most_references: int | None = 1
-
-    def conditioned(
-        self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]
-    ) -> AbstractContextManager:
-        """Put the references behind the tokens that the pipeline gives, and take their output off again."""
-        self.check_references(conditions)
-        references = conditions.references
-        length: list[int] = []
-
-        def add(kwargs: dict[str, Any]) -> dict[str, Any]:
-            tokens = kwargs["hidden_states"]
-            length[:] = [tokens.shape[1]]
-            shown = [pack_latents(image.to(tokens.dtype)) for image in references]
-            shapes = [[*sample, *((1, *token_grid(image)) for image in references)] for sample in kwargs["img_shapes"]]
-            return {"hidden_states": torch.cat([tokens, *shown], dim=1), "img_shapes": shapes}
-
-        return inputs_changed(transformer, add, lambda output: (output[0][:, : length[0]],))
 
 
 class QwenImageEditPlusFamily(QwenImageEditFamily):

@@ -14,18 +14,16 @@ Turbo is the same architecture, distilled to eight steps, whose noise levels its
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, QwenImage21Pipeline, QwenImage21Transformer2DModel
-from torch import Tensor, nn
+from diffusers import QwenImage21Transformer2DModel
+from torch import Tensor
 
 import library.models.qwen_image_21.files as qwen_files
 import library.models.qwen_image_21.model as qwen_model
 from library.conditions import Conditions
-from library.models.family import Family, inputs_changed
+from library.models.family import Family
 from library.models.qwen3 import VL_THETA, load_qwen3, qwen3_width
 from library.models.qwen_image.spec import QwenImageFamily
 from library.models.qwen_image.text import IMAGE_TOKEN
@@ -33,7 +31,6 @@ from library.models.qwen_image_21.text import QwenImage21TextEncoder, check_qwen
 from library.models.qwen_image_21.vae import QwenImage21Encoder
 from library.models.text import load_qwen_tokenizer
 from library.models.vae import pack_latents, token_grid
-from library.models.weights import read_config
 from library.precision.recipe import Recipe
 
 
@@ -46,8 +43,6 @@ class QwenImage21Family(Family):
     depths = ("num_layers",)
     image_encoder = QwenImage21Encoder
     published_scheduler = QwenImageFamily.published_scheduler  # Qwen/Qwen-Image-2.1 has the same file
-    sampler_options = {"use_kv_cache": False}  # noqa: RUF012
-    cfg_argument = "true_cfg_scale"
     patch_size = 1
     timestep_sampling = "qwen_shift"
     distilled_steps = 8  # sample_sigmas in model_index.json of Qwen/Qwen-Image-2.1-Turbo
@@ -98,27 +93,8 @@ class QwenImage21Family(Family):
 
     def first_sigmas(self, steps: int) -> list[float] | None:
         """Return Turbo's own noise levels, which its folder has for one number of steps."""
-        index = self.files.index
-        levels = read_config(index.parent, index.name).get("sample_sigmas") if index else None
+        levels = self.folder_settings().get("sample_sigmas")
         return levels if levels is not None and len(levels) == steps else None
-
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
-        """Return QwenImage21Pipeline, with references too: :meth:`conditioned` adds what the transformer sees."""
-        return QwenImage21Pipeline(scheduler, None, None, _Processor(), transformer)
-
-    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
-        """Return the text of all parts, in fp32 like the noise; a single sample has no padding."""
-        return {"prompt_embeds": all_text(text).to(transformer.device, torch.float32)}
-
-
-class _Processor:
-    """What the pipeline asks of its processor as it is made; texts come to it encoded."""
-
-    tokenizer = SimpleNamespace(encode=lambda text: [0])
-
-    def apply_chat_template(self, *_: object, **__: object) -> list[list[int]]:
-        """Return no tokens."""
-        return [[]]
 
 
 def text_runs(text: dict[str, Tensor]) -> tuple[int, ...]:
@@ -149,18 +125,3 @@ class QwenImage21EditFamily(QwenImage21Family):
         """As of captions alone; the vision tower must be there too."""
         check_qwen3_vl(self.files.text_encoders[0])
         super().check_text_encoders()
-
-    def conditioned(
-        self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]
-    ) -> AbstractContextManager:
-        """Put the references before the tokens that the pipeline gives; the transformer's output has none of them."""
-        images, runs = conditions.references, text_runs(text)
-
-        def add(kwargs: dict[str, Any]) -> dict[str, Any]:
-            tokens = kwargs["hidden_states"]
-            shown = [pack_latents(image.to(tokens.dtype), 1) for image in images]
-            shapes = [[*map(_grid, images), *sample] for sample in kwargs["img_shapes"]]
-            joint = {"hidden_states": torch.cat([*shown, tokens], dim=1), "img_shapes": shapes}
-            return joint | {"img_mask": None, "text_runs": runs}
-
-        return inputs_changed(transformer, add)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers import ZImagePipeline, ZImageTransformer2DModel
+from diffusers import ZImageTransformer2DModel
 from torch import Tensor, nn
 
 import library.models.z_image.files as z_image_files
@@ -54,8 +54,6 @@ class ZImageFamily(Qwen3Family):
     text_layers = -1
     text_settings = ("z_image", MOST_TOKENS)
     text_argument = "cap_feat_dim"
-    sampler = ZImagePipeline
-    cfg_argument, cfg_offset = "guidance_scale", 1
     distilled_steps = 8  # Turbo's card: num_inference_steps=9, whose last step is from 0 to 0
     chained_args = ("x",)  # no tail: microbatches' captions differ in length
     int8_passes_bypass = True
@@ -91,7 +89,3 @@ class ZImageFamily(Qwen3Family):
     def velocity(self, output: Any, latents: Tensor) -> Tensor:
         """Return the velocity of its negative, a list of [16, 1, h, w]."""
         return -torch.stack([each.float() for each in output]).squeeze(2)
-
-    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
-        """Return the embeddings as a list, in the transformer's dtype; the noise is fp32 in any case."""
-        return {"prompt_embeds": [text["prompt_embeds"][0].to(transformer.device, transformer.dtype)]}

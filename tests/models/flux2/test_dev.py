@@ -11,6 +11,7 @@ from diffusers import Flux2KleinPipeline, Flux2Pipeline
 from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
+from library.models.family import SampleSettings
 from library.models.flux2.spec import DevFamily
 from tests.models.claims import assert_sample_is_the_pipelines, family_maker, quiet
 from tests.tiny_flux2 import bfl_flux2_state_dict, patched, tiny_dev_pipeline, tiny_flux2_inputs, tiny_flux2_pipeline
@@ -67,8 +68,10 @@ def test_text_embeddings_are_those_of_the_pipeline(folder: Path, pipeline: Flux2
 def test_samples_are_those_of_the_pipeline(folder: Path, pipeline: Flux2Pipeline) -> None:
     family = family_of(folder)
     assert_sample_is_the_pipelines(family, pipeline, 1.0, guidance_scale=3.5)
+    text, settings = {"prompt_embeds": torch.zeros(512, 1)}, SampleSettings(64, 64, 3, 3.5, 7, cfg=2.0)
+    loaded = family.load_transformer(torch.float32), family.load_image_encoder(torch.float32)
     with pytest.raises(UserError, match="flux2_dev knows no negative prompt; remove"):
-        family.guidance_inputs(3.5, 2.0)
+        family.sample(*loaded, text, settings, negative_text=text)
 
 
 def test_bfls_file_and_comfyuis_text_encoder_hold_the_same_model(folder: Path, tmp_path: Path) -> None:
