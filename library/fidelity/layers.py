@@ -25,21 +25,6 @@ from library.precision.recipe import scheme_named
 from networks.files.weights import AddedWeights
 
 _INT8 = scheme_named("int8_convrot")
-OUTLIER = 10.0  # a channel is one if its rms is over ten times the median channel's
-
-
-@dataclass(frozen=True)
-class ActivationSizes:
-    """Sizes of one layer's inputs: rms, the largest, and how many channels are outliers."""
-
-    rms: float
-    largest: float
-    outliers: int
-
-    @property
-    def peak(self) -> float | None:
-        """The largest over the rms."""
-        return self.largest / self.rms if self.rms else None
 
 
 @dataclass(frozen=True)
@@ -54,7 +39,7 @@ class LayerRow:
         fault: of its weight, see ``TensorRow``.
         retention, retention_cosine: of the LoRA's update where it is merged; None elsewhere.
         lora_effect: rms of the update's share of the output over the output's; None without a LoRA.
-        activations: sizes of its inputs.
+        input_rms, largest_input: of what it is given.
         as_int8: the base's output error as int8_convrot, over that as deployed; None of int8 and high precision.
     """
 
@@ -68,7 +53,8 @@ class LayerRow:
     retention: float | None
     retention_cosine: float | None
     lora_effect: float | None
-    activations: ActivationSizes
+    input_rms: float
+    largest_input: float
     as_int8: float | None = None
 
     @property
@@ -136,7 +122,8 @@ def layer_row(
         retention=retained.gain if retained else None,
         retention_cosine=retained.cosine if retained else None,
         lora_effect=relative_output_error(delta, target, inputs) if delta is not None else None,
-        activations=_sizes(inputs),
+        input_rms=float(inputs.rms.square().mean().sqrt()),
+        largest_input=float(inputs.amax.max()),
     )
 
 
@@ -157,12 +144,6 @@ def linear_layers(model: nn.Module) -> list[str]:
         if not inside and hasattr(module, "in_features") and hasattr(module, "out_features"):
             names.append(name)
     return names
-
-
-def _sizes(inputs: LayerInputs) -> ActivationSizes:
-    rms = inputs.rms
-    outliers = int((rms > OUTLIER * rms.median()).sum())
-    return ActivationSizes(float(rms.square().mean().sqrt()), float(inputs.amax.max()), outliers)
 
 
 def _kind(layer: Any) -> str:

@@ -29,7 +29,6 @@ from library.fidelity.grids import (
     SURE,
     distinct,
     errs_like,
-    gain_of,
     on_own_grid,
     relative,
     seen_grid,
@@ -68,8 +67,6 @@ class TensorRow:
         error: |deployed - reference| / |reference|, the LoRA's update counted in where it came merged.
         expected: the same of rounding to nearest in the format that most of the deployment's weights have.
         own_expected: the same in its own format.
-        gain: <deployed, reference> / |reference|^2.
-        zeros, subnormals, saturated: shares of the fp8 values; zeros count where the reference is not zero.
         lora_share: of the LoRA's update that is in it; None without a LoRA for it. lora_doubt: its standard error.
         lora_kept: what rounding to nearest would leave of the update in a merge into the weight's own numbers.
         lora_dithered: the same of stochastic rounding: nvfp4 clips a little of it at the largest number of a block.
@@ -85,10 +82,6 @@ class TensorRow:
     error: float
     expected: float = 0.0
     own_expected: float = 0.0
-    gain: float = 1.0
-    zeros: float = 0.0
-    subnormals: float = 0.0
-    saturated: float = 0.0
     lora_share: float | None = None
     lora_doubt: float | None = None
     lora_kept: float | None = None
@@ -319,10 +312,7 @@ def _compared(
     if not bool(torch.isfinite(numbers).all()):
         return _diagnosed(replace(row, error=1.0), ServedMatrix(numbers), wanted, others), None
     served, fresh = _served(pair, numbers, high, wanted, on_grid)
-    row = replace(row, kind=_kind(pair, dtype, served), gain=gain_of(numbers, wanted), own_expected=served.expected)
-    if served.fp8 is not None:
-        zeros, subnormals, saturated = _shares(served.fp8, wanted)
-        row = replace(row, zeros=zeros, subnormals=subnormals, saturated=saturated)
+    row = replace(row, kind=_kind(pair, dtype, served), own_expected=served.expected)
     if delta is not None and bool(delta.any()):
         row = _with_share(row, served, high, delta, pair.merged)
     scheme = served.stored.scheme if served.stored is not None and rounds(served.stored) else None
@@ -418,21 +408,6 @@ def _on_a_casts_grid(numbers: Tensor) -> Fp8Weight | None:
         if float(numbers.abs().amax()) <= fp8.max and torch.equal(values.float(), numbers):
             return Fp8Weight(values, None)
     return None
-
-
-def _shares(quantized: Fp8Weight, wanted: Tensor) -> tuple[float, float, float]:
-    """Return the shares of values that are zero and should not be, subnormal, and clipped at the format's end."""
-    fp8 = quantized.fp8
-    values = quantized.values.float().abs()
-    saturated = values == fp8.max
-    if quantized.scale is not None:  # the largest of a group is the end of the format by intention
-        limit = quantized.dequantize(torch.float32).abs_().mul_(1 + 2.0 ** -(fp8.mantissa_bits + 2))
-        saturated &= wanted.abs() > limit
-    return (
-        float(((values == 0) & (wanted != 0)).float().mean()),
-        float(((values > 0) & (values < fp8.min_normal)).float().mean()),
-        float(saturated.float().mean()),
-    )
 
 
 def _main_kind(rows: Sequence[TensorRow]) -> str:

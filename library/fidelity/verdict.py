@@ -269,10 +269,10 @@ def _unfit(layers: Sequence[LayerRow], scales: Mapping[str, float], gross: bool 
     unfit = []
     for row in layers:
         scale = scales.get(row.name)
-        if scale is None or not row.activations.rms:
+        if scale is None or not row.input_rms:
             continue
-        most = row.activations.rms if gross else 0.9 * row.activations.largest
-        if 448 * scale < most or 2**-6 * scale > row.activations.rms:
+        most = row.input_rms if gross else 0.9 * row.largest_input
+        if 448 * scale < most or 2**-6 * scale > row.input_rms:
             unfit.append(row.name)
     return tuple(unfit)
 

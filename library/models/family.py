@@ -449,12 +449,12 @@ class Family:
             raise UserError(
                 f"model_type {self.name} knows no negative prompt; remove --n and --l (negative_prompt, scale)"
             )
+        sigmas = self.sampling_sigmas(settings.steps, width * height // (factor * self.patch_size) ** 2)
         plain = unwrapped(transformer)
         device, dtype = plain.device, getattr(plain, "loaded_dtype", plain.dtype)
         conditions = conditions.to(device)
         texts = [_of_one(each, device) for each in (text, negative_text if is_steered else None) if each is not None]
         latents = self.noise(height // factor, width // factor, settings.seed).to(device)
-        sigmas = self.sampling_sigmas(settings.steps, latents[0, 0].numel() // self.patch_size**2)
         with evaluating(plain), _autocast(device, dtype):
             for now, following in pairwise(sigmas):
                 level, step = (latents.new_full((1,), sigma) for sigma in (now, following))

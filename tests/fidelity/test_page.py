@@ -23,7 +23,7 @@ from library.fidelity.differences import Differences
 from library.fidelity.figures import error_curves, picture_rows
 from library.fidelity.findings import Finding
 from library.fidelity.intervals import Share
-from library.fidelity.layers import ActivationSizes, LayerRow
+from library.fidelity.layers import LayerRow
 from library.fidelity.page import write_report
 from library.fidelity.remedies import Remedy, in_order
 from library.fidelity.report import Report
@@ -39,10 +39,9 @@ LAYERS, IMAGES, SIZE = 500, 3, 128
 
 
 def layer(number: int) -> LayerRow:
-    sizes = ActivationSizes(1.0, 9.0, 0)
     error = (number * 37 % LAYERS) / 1000  # every error once, in no order
     name = EVIL if number == 3 else f"transformer_blocks.{number}.attn.to_q"
-    return LayerRow(name, "e4m3fn row", 4096, error, error, False, "", None, None, None, sizes)
+    return LayerRow(name, "e4m3fn row", 4096, error, error, False, "", None, None, None, 1.0, 9.0)
 
 
 def images(seed: int) -> list[Tensor]:

@@ -16,7 +16,7 @@ from library.fidelity.distilled import Distilled, StrengthRow
 from library.fidelity.findings import WORTH_MENDING, Finding
 from library.fidelity.fixes import Fix
 from library.fidelity.intervals import Share, ratio_interval
-from library.fidelity.layers import ActivationSizes, LayerRow
+from library.fidelity.layers import LayerRow
 from library.fidelity.remedies import Remedy, in_order, of_findings
 from library.fidelity.runs import Outcome
 from library.fidelity.serving import Variant
@@ -30,8 +30,7 @@ def differences(by_image: list[float]) -> Differences:
 
 
 def layer(number: int, retention: float | None, error: float = 0.025, effect: float = 0.024) -> LayerRow:
-    sizes = ActivationSizes(1.0, 9.0, 0)
-    return LayerRow(f"blocks.{number}", "", 4096, error, error, False, "", retention, 0.5, effect, sizes)
+    return LayerRow(f"blocks.{number}", "", 4096, error, error, False, "", retention, 0.5, effect, 1.0, 9.0)
 
 
 def judged(

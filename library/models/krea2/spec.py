@@ -94,8 +94,8 @@ class Krea2Family(Qwen3Family):
         self.text_settings = ("krea2", MOST_TOKENS, *self.read_layers)
         if len(self.read_layers) != (wanted := self.argument("num_text_layers")):
             raise UserError(
-                f"{self.files.transformer}: takes {wanted} layers of the text encoder, {len(self.read_layers)} are read; "
-                "give a folder whose model_index.json names them (text_encoder_select_layers)"
+                f"{self.files.transformer}: takes {wanted} layers of the text encoder, {len(self.read_layers)} are "
+                "read; give a folder whose model_index.json names them (text_encoder_select_layers)"
             )
 
     def scheduler(self) -> Any:

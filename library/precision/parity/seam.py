@@ -24,14 +24,13 @@ class Regions:
     """Cells by where they lie, each [H, W] bool; rings are so many cells wide.
 
     Attributes:
-        filled: the region to fill. known: the rest.
+        filled: the region to fill.
         inside, outside: cells of the two within the ring along the border.
         interior, exterior: the rest of the two; of a side that is no wider than the ring, the cells deeper than
             its median one.
     """
 
     filled: Tensor
-    known: Tensor
     inside: Tensor
     outside: Tensor
     interior: Tensor
@@ -73,7 +72,7 @@ def regions(mask: Tensor, ring: int) -> Regions:
         return deeper if deeper.any() else side
 
     near = distance <= ring
-    return Regions(filled, ~filled, filled & near, ~filled & near, beyond(filled), beyond(~filled))
+    return Regions(filled, filled & near, ~filled & near, beyond(filled), beyond(~filled))
 
 
 @dataclass(frozen=True)
