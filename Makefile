@@ -42,7 +42,7 @@ demo-fp8: $(STAMP) ## train a fill LoRA in bf16, serve it in fp8: the errors, th
 
 demo-llm: $(STAMP) ## pretrain a small Llama on stories: curves, perplexity, samples; output/demo_llm
 	$(PY) tools/demo_stories.py --save_to output/demo_llm/stories.jsonl
-	$(PY) tools/prepare_text.py output/demo_llm/stories.jsonl --train_tokenizer 1024 --validation_share 0.02 --workers 0 \
+	$(PY) tools/prepare_text.py output/demo_llm/stories.jsonl --train_tokenizer 1024 --validation_share 0.02 \
 		--save_to output/demo_llm/corpus --overwrite
 	$(PY) train_llm.py --config_file configs/demo_llm.toml
 	$(PY) tools/evaluate_llm.py --model output/demo_llm/demo_llm --perplexity output/demo_llm/corpus

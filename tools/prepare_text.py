@@ -11,20 +11,18 @@ suffixes are text too if they are named. The folder that is written holds the to
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.config.markers import MOST_WORKERS
 from library.errors import UserError, counted, exit_on_user_error
 from library.llm.documents import find_files, read_documents
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import train_bpe
 from library.training.report.progress import counting
-from tools.command import answer_early, count, number, seed_number, tool_console, tool_parser, whole
+from tools.command import answer_early, count, number, seed_number, tool_console, tool_parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,13 +39,6 @@ def parser() -> argparse.ArgumentParser:
         "--validation_share", type=number(least=0, most=1), default=0.01, metavar="X", help="default: %(default)s"
     )
     parser.add_argument("--seed", type=seed_number, default=0, help="of the choice of held-out documents")
-    parser.add_argument(
-        "--workers",
-        type=whole(least=0, most=MOST_WORKERS),
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="processes; 0: this one",
-    )
     parser.add_argument("--shard_tokens", type=count, default=100_000_000, metavar="N", help="default: %(default)s")
     parser.add_argument("--overwrite", action="store_true", help="replace a corpus that is there")
     return parser
@@ -85,8 +76,8 @@ def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
         else:
             tokenizer = load_tokenizer(options.tokenizer)
         tokenizer.save(folder)
-        texts, share, workers = documents(start("tokenising, bytes", size)), options.validation_share, options.workers
-        written = write_corpus(texts, folder, folder, share, options.seed, workers, options.shard_tokens)
+        texts, share = documents(start("tokenising, bytes", size)), options.validation_share
+        written = write_corpus(texts, folder, folder, share, options.seed, options.shard_tokens)
     for name, split in written.items():
         shards = f"{split.tokens:,} tokens, {counted(len(split.shards), 'shard')}"
         console.print(f"{name}: {counted(split.documents, 'document')}, {shards}")

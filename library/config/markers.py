@@ -238,7 +238,7 @@ SAME_RESULT = SameResult()
 Pairs = Annotated[list[str], MustMatch(sorted_pairs)]
 # Bounds that no training comes near, so that a slip of the finger is told at once instead of filling the memory.
 MOST = 10**9  # of what is counted: steps, epochs, tokens
-MOST_WORKERS = 256  # processes that read caches, or texts
+MOST_WORKERS = 256  # processes that read caches
 MOST_SEED = 2**63 - 1  # what torch's generators take
 MOST_RATE = 1000.0
 MOST_STRENGTH = 1000.0  # of a LoRA

@@ -1,4 +1,4 @@
-"""A corpus for pretraining: tokenised by several processes into shards, read back in shuffled windows.
+"""A corpus for pretraining: tokenised into shards, read back in shuffled windows.
 
     documents -> write_corpus -> train_00000.bin ... -> TokenShards -> TokenBatches
 
@@ -9,9 +9,8 @@
                                             other files, and of itself
 
 A document is its tokens between those that the tokenizer puts before and behind a text; eos is always the last one.
-The main process reads documents and hands out about a megabyte of text at a time; workers tokenise; results are taken
-back in order, so the shards do not depend on the number of workers, and only a few chunks per worker are in flight, so
-memory stays flat. Which documents are held out is a function of seed and document. ``index.json`` is written last.
+Documents are read and tokenised some megabytes of text at a time, with all cores. Which documents are held
+out is a function of seed and document. ``index.json`` is written last.
 
 Shards are read 64 KiB at a time, and what these hold is compared with its checksum whenever a window of them is used
 (0.07 ms): a memory map would show bytes that change later unchecked, and the system kills a process whose mapped file
@@ -23,12 +22,10 @@ processes, and sees every window once. The last step of an epoch has the windows
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -49,11 +46,8 @@ from library.randomness import derive_seed, python_random
 Split = Literal["train", "validation"]
 _FORMAT = "tandem-tokens-2"
 INDEX = "index.json"
-_CHUNK = 1 << 20  # characters handed to a worker at once
-_IN_FLIGHT = 3  # chunks for each worker
+_CHUNK = 1 << 22  # characters that are tokenised at once
 _BLOCK = 1 << 16  # bytes with a checksum
-
-_worker: Tokenizer  # each process has one
 
 
 @dataclass
@@ -124,18 +118,16 @@ def write_corpus(
     folder: Path,
     validation_share: float,
     seed: int,
-    workers: int,
     shard_tokens: int,
 ) -> dict[Split, SplitIndex]:
     """Tokenise ``documents`` and write shards and index into ``folder``; return what was written.
 
     Args:
         documents: texts.
-        tokenizer_folder: where each worker loads the tokenizer from.
+        tokenizer_folder: where the tokenizer is.
         folder: made if needed.
         validation_share: of the documents that are held out; 0 for none.
         seed: of the choice.
-        workers: processes; 0 tokenises in this one.
         shard_tokens: a shard's limit.
     """
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -143,9 +135,10 @@ def write_corpus(
     dtype = token_dtype(tokenizer.vocab_size)
     writers = {split: ShardWriter(folder, split, dtype, shard_tokens) for split in get_args(Split)}
     number = 0
-    for chunk in _tokenised(_chunks(documents), tokenizer_folder, workers):
-        for tokens in chunk:
-            writers[_split_of(number, validation_share, seed)].add(np.concatenate([before, tokens, after]))
+    for chunk in _chunks(documents):
+        for tokens in tokenizer.encode_all(chunk):
+            whole = np.concatenate([before, np.asarray(tokens, dtype=np.uint32), after])
+            writers[_split_of(number, validation_share, seed)].add(whole)
             number += 1
     for writer in writers.values():
         writer.close()
@@ -189,33 +182,6 @@ def _chunks(documents: Iterable[str]) -> Iterator[list[str]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def _tokenised(chunks: Iterator[list[str]], tokenizer_folder: Path, workers: int) -> Iterator[list[np.ndarray]]:
-    """Yield every chunk's documents as tokens, in order."""
-    if workers == 0:
-        _start_worker(tokenizer_folder)
-        yield from map(_tokenise, chunks)
-        return
-    context = multiprocessing.get_context("spawn")  # a fork would share the tokenizer's threads
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(tokenizer_folder,))
-    in_flight: deque[Future[list[np.ndarray]]] = deque()
-    with pool:
-        for chunk in chunks:
-            in_flight.append(pool.submit(_tokenise, chunk))
-            if len(in_flight) >= _IN_FLIGHT * workers:
-                yield in_flight.popleft().result()
-        while in_flight:
-            yield in_flight.popleft().result()
-
-
-def _start_worker(tokenizer_folder: Path) -> None:
-    global _worker
-    _worker = load_tokenizer(tokenizer_folder)
-
-
-def _tokenise(texts: list[str]) -> list[np.ndarray]:
-    return [np.asarray(tokens, dtype=np.uint32) for tokens in _worker.encode_all(texts)]
 
 
 def _spoilt(file: Path, why: str) -> UserError:

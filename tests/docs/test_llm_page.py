@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/llm.md").read_text(encoding="utf-8")
 SMALL = "--max_train_steps 3 --width 48 --heads 4 --layers 2 --context 32 --lr_warmup_steps 1 --sample_tokens 4"
 SHORT = {
-    "tools/prepare_text.py": "--workers 0 --validation_share 0.2",
+    "tools/prepare_text.py": "--validation_share 0.2",
     "train_llm.py": f"{SMALL} --save_every_n_steps 2 --save_state",
     "instruction tuning": "--max_train_steps 3 --max_length 32 --sample_prompts hi --sample_tokens 4",
     "tools/generate.py": "--max_new_tokens 4",

@@ -135,7 +135,7 @@ COMMANDS = [
     ("tools/plot_lr.py", ["metrics.jsonl", "--save_to", "o.png"], ["metrics.jsonl"]),
     ("tools/check_dataset.py", ["d.toml", "--json", "o.json"], ["d.toml", "images/0.png", "images/1.caption"]),
     ("tools/check_dataset.py", ["l.toml"], ["l.toml", "listed.jsonl"]),
-    ("tools/prepare_text.py", ["text.jsonl", "--train_tokenizer=300", "--save_to", "o", "--workers=0"], ["text.jsonl"]),
+    ("tools/prepare_text.py", ["text.jsonl", "--train_tokenizer=300", "--save_to", "o"], ["text.jsonl"]),
     ("train_lora.py", ["--config_file", "run.toml", "--network_alpha", "4"], ["run.toml"]),
     ("train_llm.py", ["--config_file", "llm.toml", "--learning_rate", "1e-3"], ["llm.toml"]),
 ]  # fmt: skip

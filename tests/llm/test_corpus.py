@@ -41,7 +41,7 @@ def write_corpus(folder: Path) -> list[Path]:
 def run(folder: Path, *flags: str) -> Path:
     """Prepare the corpus of ``folder``; return where the shards are."""
     paths = [*map(str, write_corpus(folder / "in"))] if not (folder / "in").exists() else [str(folder / "in")]
-    defaults = ["--text_key", "body", "--save_to", str(folder / "out"), "--workers", "0", "--validation_share", "0.2"]
+    defaults = ["--text_key", "body", "--save_to", str(folder / "out"), "--validation_share", "0.2"]
     prepare(parser().parse_args([*paths, "--train_tokenizer", "300", *defaults, *flags]))
     return folder / "out"
 
@@ -71,13 +71,6 @@ def test_every_document_is_whole_and_in_one_split(corpus: Path) -> None:
     assert 3 <= len(held_out) <= 24  # 20 % of 60; four standard deviations are 12.4
     assert len(list(corpus.glob("train_*.bin"))) > 2
     assert max(file.stat().st_size for file in corpus.glob("train_*.bin")) <= 700 * 2
-
-
-def test_worker_processes_write_the_same_shards(corpus: Path, tmp_path: Path) -> None:
-    other = run(tmp_path, "--shard_tokens", "700", "--workers", "2")
-    names = sorted(file.name for file in corpus.iterdir())
-    assert names == sorted(file.name for file in other.iterdir())
-    assert all((corpus / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
 @pytest.mark.parametrize(("world", "size", "accumulation"), [(1, 5, 2), (2, 3, 1), (3, 2, 4)])
@@ -223,7 +216,7 @@ def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
 
 def test_texts_with_too_few_words_for_the_vocabulary_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 9)
-    flags = ["--train_tokenizer", "5000", "--save_to", str(tmp_path / "out"), "--workers", "0"]
+    flags = ["--train_tokenizer", "5000", "--save_to", str(tmp_path / "out")]
     prepare(parser().parse_args([str(tmp_path / "a.txt"), *flags, "--validation_share", "0"]))
     tokens = load_tokenizer(tmp_path / "out").vocab_size
     text = " ".join(capsys.readouterr().out.split())

@@ -115,7 +115,7 @@ def test_the_held_out_documents_of_a_corpus_measure_as_their_texts_do(pair: tupl
     ours, _, tokenizer = pair
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": f"{i} {TEXTS[i % 3]}"}) + "\n" for i in range(12)))
     tokenizer.save(tmp_path / "model")
-    flags = ["--tokenizer", str(tmp_path / "model"), "--validation_share", "0.5", "--workers", "0"]
+    flags = ["--tokenizer", str(tmp_path / "model"), "--validation_share", "0.5"]
     prepare(parser().parse_args([str(tmp_path / "in.jsonl"), *flags, "--save_to", str(tmp_path / "out")]))
     shards, saved = TokenShards(tmp_path / "out", "validation"), load_tokenizer(tmp_path / "out")
     texts = [json.loads(line)["text"] for line in (tmp_path / "in.jsonl").read_text().splitlines()]

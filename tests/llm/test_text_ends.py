@@ -270,8 +270,6 @@ def test_a_corpus_holds_transformers_tokens_and_gives_the_texts_back(single: lis
         str(tmp_path / "out"),
         "--validation_share",
         "0.5",
-        "--workers",
-        "0",
     ]
     prepare(parser().parse_args([str(tmp_path / "texts.jsonl"), *flags]))
     theirs, found = AutoTokenizer.from_pretrained(tmp_path / "out"), list[str]()

@@ -236,7 +236,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(
     backwards = [json.dumps({"text": " ".join(reversed(json.loads(text)["text"].split()))}) for text in texts]
     (tmp_path / "texts" / "texts.jsonl").write_text("\n".join(backwards))
     tokenizer = ["--train_tokenizer", "300"] if own else ["--tokenizer", str(tmp_path / "out" / "model")]
-    words = ["--workers", "0", "--validation_share", "0.1", "--save_to", str(other)]
+    words = ["--validation_share", "0.1", "--save_to", str(other)]
     prepare(parser().parse_args([str(tmp_path / "texts"), *tokenizer, *words]))
     sizes = [json.loads((each / "index.json").read_text())["content"]["vocab_size"] for each in (corpus, other)]
     assert sizes[0] == sizes[1]

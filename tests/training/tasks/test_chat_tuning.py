@@ -95,7 +95,7 @@ def assert_is_whole(saved: Path, published: Path) -> None:
 
 @pytest.mark.parametrize("source", ["folder", "model.gguf"])
 def test_it_is_kept_in_pretraining_and_conversion(source: str, published: Path, tmp_path: Path) -> None:
-    words = ["--tokenizer", str(published / source), "--workers", "0", "--validation_share", "0"]
+    words = ["--tokenizer", str(published / source), "--validation_share", "0"]
     prepare(parser().parse_args([str(published / "texts.jsonl"), *words, "--save_to", str(tmp_path / "tokens")]))
     run(tmp_path / "tokens", tmp_path / "out", **dict.fromkeys(FRESH), init_from=published / source, max_train_steps=3)
     assert_is_whole(tmp_path / "out/model", published / "folder")
