@@ -38,7 +38,7 @@ from library.config.model_types import MODEL_TYPES, ConditionKind
 from library.config.published_models import named_distilled
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError, names_in_short, reason_of
-from library.models.family_files import FamilyFiles
+from library.models.family_files import FamilyFiles, files_of
 from library.models.files import locate
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
@@ -77,7 +77,7 @@ class Family:
 
     Attributes:
         name: the ``model_type``.
-        layout: how its models are kept. targets: the row of ``LORA_TARGETS`` with its name: the layers that LoRAs get.
+        layout: how its models are kept. targets: the layers that LoRAs get.
         transformer_class: diffusers' class. published: arguments of it that differ from its defaults, of the smallest
             of several sizes.
         depths: arguments of it that count blocks.
@@ -130,9 +130,10 @@ class Family:
     optimise_forward: Any
 
     def __init_subclass__(cls) -> None:
-        """Find the LoRA targets of a class that is a ``model_type``."""
+        """Find the tables of a class that is a ``model_type``."""
         if "name" in vars(cls):
-            cls.targets, cls.conditioning = lora_targets()[cls.name], MODEL_TYPES[cls.name].conditioning
+            cls.layout, cls.targets = files_of(cls.name), lora_targets()[cls.name]
+            cls.conditioning = MODEL_TYPES[cls.name].conditioning
 
     # What each family writes.
 

@@ -6,7 +6,7 @@ configuration follows from its shapes. Its names may stand below one of ``MODEL_
 file holds is passed over, the other parts still come from their options, and a line says so. A folder may be the
 pipeline's, with which these options replace its own parts, or the transformer's alone.
 
-What differs between families is a row, ``FamilyFiles``, in each family's ``files.py``.
+What differs between families is a row, ``FamilyFiles``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from typing import Any
 
 from library.config.kinds import likely_type
 from library.config.model_layouts import UNKNOWN, is_lora, pipeline_index, pipeline_of, recognise_below, unsupported
-from library.config.model_types import MODEL_TYPES
 from library.config.published_models import find_published
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.family_files import FamilyFiles, Part
+from library.models.family_files import FamilyFiles, Part, family_files, files_of
 from library.models.hub import find_model
 from library.models.layer_names import original_key_map
-from library.models.registry import family_modules
 from library.models.weights import read_config
 from library.precision.checkpoint import WeightFiles
 
@@ -168,13 +166,3 @@ def transformer_arguments(path: Path, model_type: str) -> dict[str, Any]:
     if path.is_dir():
         return read_config(_transformer_in(path))
     return file_arguments(WeightFiles(path), files_of(model_type))[1]
-
-
-def files_of(model_type: str) -> FamilyFiles:
-    """Return the row of a ``model_type``'s family."""
-    return next(row for row in family_files() if row.title == MODEL_TYPES[model_type].title)
-
-
-def family_files() -> list[FamilyFiles]:
-    """Return every family's row."""
-    return [module.FILES for module in family_modules()]

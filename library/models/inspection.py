@@ -1,7 +1,7 @@
 """What a model on disk consists of, from its headers: no weight is read, so size makes no difference.
 
 A path becomes *weight sets* (a file, the shards of one model, each part of a pipeline), a set *components* (ComfyUI's
-all-in-one files hold several, recognised by prefixes), which rows of ``Architecture``, in each family's ``files.py``,
+all-in-one files hold several, recognised by prefixes), which rows of ``Architecture``, in each family's ``names.toml``,
 name. Quantised checkpoints have tensors beside the weights (scales, markers, codebooks); they count as bytes, not as
 parameters. Format: https://github.com/huggingface/safetensors#format.
 """

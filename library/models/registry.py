@@ -1,36 +1,37 @@
 """The tables in the folders of all model families. Their classes: ``library.models.family_by_name``.
 
-Nothing of a family is imported before it is asked for, and a family's ``files.py`` imports no diffusers: tools that
-only look at names start fast.
+Nothing of a family is imported before it is asked for, and tables are no code: tools that only look at names start
+fast.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Mapping
-from types import ModuleType
+from pathlib import Path
 
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
-from library.models.layer_names import LoraTargets
+from library.models.layer_names import LoraTargets, NameTables, read_names
+
+
+def folder_of(model_type: str) -> str:
+    """Return the name of the folder of a ``model_type``'s family."""
+    return MODEL_TYPES[model_type].family.split(".")[2]
 
 
 @functools.cache
-def family_modules() -> list[ModuleType]:
-    """Return the module ``files`` of every family of image models."""
-    folders = dict.fromkeys(MODEL_TYPES[name].family.rpartition(".")[0] for name in IMAGE_MODELS)
-    return [importlib.import_module(f"{folder}.files") for folder in folders]
-
-
-def all_modules() -> list[ModuleType]:
-    """Return the module ``files`` of every family, language models last."""
-    return [*family_modules(), importlib.import_module("library.models.llm.files")]
+def family_names(folder: str) -> NameTables:
+    """Return the tables in the ``names.toml`` of a family's ``folder``."""
+    return read_names(Path(__file__).parent / folder)
 
 
 @functools.cache
 def lora_targets() -> Mapping[str, LoraTargets]:
-    """Return family -> what LoRAs call its layers; language models included."""
-    return {row.family: row for module in all_modules() for row in module.LORA_TARGETS}
+    """Return family -> what LoRAs call its layers; language models, last, included."""
+    from library.models.llm.files import LORA_TARGETS
+
+    images = (row for folder in dict.fromkeys(map(folder_of, IMAGE_MODELS)) for row in family_names(folder).targets)
+    return {row.family: row for row in (*images, *LORA_TARGETS)}
 
 
 def lora_namings() -> list[LoraTargets]:

@@ -50,7 +50,8 @@ def _answer(words: tuple[str, ...], period: int) -> str:
 def _look(model: str, dataset: str, seed: str) -> str:
     from library.data.config import load_dataset_config  # with torch, which the page does without
     from library.data.samples import scan
-    from library.models.files import files_of, locate
+    from library.models.family_files import files_of
+    from library.models.files import locate
 
     arguments, config = DatasetArguments.model_validate_json(dataset), ModelConfig.model_validate_json(model)
     kind, key = MODEL_TYPES[config.model_type], MODEL

@@ -14,11 +14,10 @@ from library.config.load import fields
 from library.config.model_types import MODEL_TYPES
 from library.config.schema import NetworkConfig
 from library.errors import UserError
-from library.models.krea2.files import KREA2_TARGETS
-from library.models.qwen_image.files import QWEN_TARGETS
 from library.training.plan import plan_network
 from networks.options import parse_network_args
 from tests.config.test_kohya import PLAIN, _loaded, _problem, _words
+from tests.targets import KREA2_TARGETS, QWEN_TARGETS
 
 # model type here -> "Training" in musubi-tuner's docs/<page>.md (30c658c, of Z-Image 867ab25), Kontext's with other
 # values

@@ -32,10 +32,10 @@ from library.data.config import DatasetConfig, SubsetSettings, load_dataset_conf
 from library.data.dataset import TrainingData
 from library.data.lint import check
 from library.errors import UserError
-from library.models.flux.files import FLUX_TARGETS
 from library.training.checkpoint.metadata import dataset_facts, trigger_phrase
 from networks.files.metadata import build_metadata
 from tests.data.folders import AverageEncoder, LettersEncoder, add_image, build, silent, spelled, write_toml
+from tests.targets import FLUX_TARGETS
 
 
 def rules(**settings: object) -> SubsetSettings:

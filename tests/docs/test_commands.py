@@ -27,14 +27,13 @@ from safetensors.torch import load_file, save_file
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
 from library.data.dataset import build_dataset, check_masks
-from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.text import TEMPLATES
-from library.models.z_image.files import Z_IMAGE_TARGETS
 from library.training.memory import dry_run
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from tests.cuda.device import FakeDevice
 from tests.curves import without_curves
+from tests.targets import FLUX_TARGETS, Z_IMAGE_TARGETS
 from tests.tiny import save_single_files, tiny_flux_pipeline
 from tests.tiny_ernie_image import save_ernie_split_files, tiny_ernie_pipeline
 from tests.tiny_flux2 import save_flux2_files, tiny_dev_pipeline, tiny_flux2_pipeline

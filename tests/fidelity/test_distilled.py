@@ -24,12 +24,11 @@ from library.fidelity.deployed import DeployedWeights
 from library.fidelity.distilled import EQUAL, MOST, Distilled, compare_distilled, equal_strength
 from library.fidelity.runs import prepare_eval_set
 from library.fidelity.serving import REFERENCE, Models
-from library.models.flux.files import FLUX_TARGETS
-from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from tests.runs import call, write_dataset
+from tests.targets import FLUX_TARGETS, Z_IMAGE_TARGETS
 from tests.tiny import tiny_flux_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
 

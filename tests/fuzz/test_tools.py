@@ -20,13 +20,13 @@ import pytest
 import torch
 from PIL import Image
 
-from library.models.flux.files import FLUX_TARGETS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from tests import fuzz
 from tests.forked import ROOT, Script
 from tests.fuzz import CASES, SEED, outcomes
 from tests.networks.conftest import make_flux
+from tests.targets import FLUX_TARGETS
 
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 WORDS = [

@@ -18,7 +18,6 @@ from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import Family
 from library.models.family_by_name import model_family, with_transformer
-from library.models.flux.files import FLUX_KEYS, FLUX_TARGETS
 from library.models.hub import find_model
 from library.models.inspection import weight_sets
 from library.precision.checkpoint import WeightFiles
@@ -30,6 +29,7 @@ from tests.hub_server import Hub, files_of, serving
 from tests.models.claims import assert_same_model
 from tests.models.test_hub import find
 from tests.runs import ROOT
+from tests.targets import FLUX_KEYS, FLUX_TARGETS
 from tests.tiny import SingleFiles, bfl_state_dict, save_single_files
 from tools.inspect_model import inspect
 

@@ -17,16 +17,17 @@ from torch import nn
 
 from library.checksums import fingerprint
 from library.errors import UserError
-from library.models.flux.files import FLUX_KEYS, FLUX_NORMS
 from library.models.flux.vae import FluxImageEncoder
 from library.models.layer_names import original_key_map
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import llama
+from library.models.registry import family_names
 from library.models.weights import identity_map, load_into
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 from tests.forked import run_code
+from tests.targets import FLUX_KEYS
 from tests.tiny import bfl_state_dict, bfl_vae_state_dict, tiny_flux_transformer, tiny_vae
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +124,7 @@ def test_the_key_map_of_bfl_names_is_that_of_diffusers_converter(tmp_path: Path)
     save_file(bfl, tmp_path / "flux.safetensors")
     weights = WeightFiles(tmp_path / "flux.safetensors")
     reference = convert_flux_transformer_checkpoint_to_diffusers(dict(bfl))
-    key_map = original_key_map(weights, "", FLUX_KEYS, FLUX_NORMS)
+    key_map = original_key_map(weights, "", FLUX_KEYS, family_names("flux").norms)
     assert set(key_map) == set(reference) == set(narrow)
     for name, pieces in key_map.items():
         assert torch.equal(weights.read(pieces), reference[name]), name

@@ -24,13 +24,13 @@ from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDeno
 from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
-from library.models.flux.files import FLUX_TARGETS
 from library.models.layer_names import LoraTargets
 from networks.files.adapters import load_lora
 from networks.files.layouts import layout_of
 from networks.files.weights import LoraWeights
 from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
+from tests.targets import FLUX_TARGETS
 from tests.tiny_qwen import tiny_qwen_tokenizer
 from tests.tiny_qwen_21 import TinyProcessor
 

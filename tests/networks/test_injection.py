@@ -9,7 +9,6 @@ from torch import nn
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError
-from library.models.flux.files import FLUX_TARGETS
 from networks.adapters.lora import LoRALinear
 from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
@@ -17,6 +16,7 @@ from networks.files.writing import save_adapter
 from networks.network import AdapterNetwork, attach_lora, inject_adapter
 from networks.options import NetworkOptions, parse_network_args
 from tests.networks.conftest import inject, make_flux, put_back, run_flux, train_a_little
+from tests.targets import FLUX_TARGETS
 
 DOUBLE = 14  # linear layers of a double block in diffusers: 8 attention, 4 MLP, 2 modulation
 SINGLE = 6  # of a single block: q, k, v, proj_mlp, proj_out, modulation

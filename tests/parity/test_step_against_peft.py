@@ -12,13 +12,13 @@ from peft.utils import get_peft_model_state_dict
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.models.family_by_name import model_family
-from library.models.flux.files import FLUX_TARGETS
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 from tests.runs import pipeline_forward
+from tests.targets import FLUX_TARGETS
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 
 RANK, ALPHA = 4, 3.0

@@ -12,8 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
-from library.models.flux.files import FLUX_TARGETS
-from library.models.qwen_image.files import QWEN_TARGETS
 from networks.files.adapters import load_lora
 from networks.files.detection import load_loras
 from networks.files.weights import LoraWeights
@@ -23,6 +21,7 @@ from tests.forked import run_script
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.files.test_formats import output_in_diffusers
 from tests.runs import call, metadata, printed, refusal
+from tests.targets import FLUX_TARGETS, QWEN_TARGETS
 from tools import convert_lora
 from tools.command import lora_source
 from tools.convert_lora import convert

@@ -13,8 +13,6 @@ import tools.extract_lora as extract
 import tools.merge_lora as merge_lora
 import tools.resize_lora as resize_lora
 from library.errors import UserError
-from library.models.flux.files import FLUX_TARGETS
-from library.models.qwen_image.files import QWEN_TARGETS
 from networks.files.adapters import load_lora
 from networks.files.base import open_base
 from networks.files.weights import LoraWeights
@@ -24,6 +22,7 @@ from networks.merging.low_rank import relative_difference
 from networks.merging.merge import LoraSource, merge_loras
 from tests.networks.conftest import make_flux, random_pair
 from tests.runs import call, refusal
+from tests.targets import FLUX_TARGETS, QWEN_TARGETS
 from tests.tiny import bfl_state_dict, tiny_flux_pipeline
 from tests.tiny_qwen import tiny_qwen_transformer
 

@@ -20,7 +20,6 @@ from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError
 from library.models.family import SampleSettings
 from library.models.family_by_name import model_family
-from library.models.flux.files import FLUX_TARGETS
 from library.models.registry import lora_targets
 from library.safetensors_io import write_safetensors
 from networks.files.weights import LoraWeights
@@ -29,6 +28,7 @@ from tests.data.folders import make_image
 from tests.models.test_image_families import CASES, guidance_of
 from tests.networks.conftest import random_pair
 from tests.runs import call, refusal
+from tests.targets import FLUX_TARGETS
 from tests.tiny import T5_LENGTH, tiny_flux_pipeline, tiny_flux_transformer
 from tools import generate as tool
 from tools import quantize_model

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from library.models.flux.files import FLUX_TARGETS
 from networks.files.writing import save_adapter
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.files.test_adapter_files import trained
 from tests.runs import printed, refusal
+from tests.targets import FLUX_TARGETS
 from tests.tiny import tiny_flux_pipeline, tiny_flux_transformer
 from tools import inspect_model
 from tools.inspect_model import number

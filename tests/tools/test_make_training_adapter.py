@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import tools.make_training_adapter as make_training_adapter
-from library.models.flux.files import FLUX_TARGETS
 from library.training.sampling import painting
 from networks.files.adapters import load_lora
 from tests.runs import call, lora, refusal, run, same, write_dataset
+from tests.targets import FLUX_TARGETS
 from tests.tiny import tiny_flux_pipeline
 
 SETTINGS = {"max_train_steps": 2, "network_dim": 2, "max_data_loader_n_workers": 0, "learning_rate": 1e-2}

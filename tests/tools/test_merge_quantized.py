@@ -21,7 +21,6 @@ from library.config.schema import ModelConfig
 from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
-from library.models.flux.files import FLUX_TARGETS
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 from networks.files.adapters import load_lora
@@ -31,6 +30,7 @@ from networks.files.writing import save_adapter
 from tests.precision.files.comfy import by_kitchen, comfy_tensors, rebuilt, same
 from tests.precision.files.gguf_files import write_gguf
 from tests.runs import ROOT, call, pipeline_forward
+from tests.targets import FLUX_TARGETS
 from tests.tiny import bfl_state_dict
 from tools.refit_lora import parser, refit
 

@@ -18,7 +18,6 @@ from diffusers import ErnieImageTransformer2DModel
 from torch import Tensor, nn
 from transformers import Ministral3Config, Ministral3Model, PreTrainedTokenizerBase
 
-import library.models.ernie_image.files as ernie_image_files
 import library.models.ernie_image.model as ernie_image_model
 from library.conditions import Conditions
 from library.models.flux.vae import Flux2ImageEncoder
@@ -81,7 +80,6 @@ class ErnieImageFamily(MistralFamily):
     """ERNIE-Image and ERNIE-Image-Turbo."""
 
     name = "ernie_image"
-    layout = ernie_image_files.FILES
     transformer_class = ErnieImageTransformer2DModel
     published = {  # transformer/config.json of baidu/ERNIE-Image  # noqa: RUF012
         "hidden_size": 4096,

@@ -32,7 +32,6 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor
 from transformers import CLIPTokenizer, T5TokenizerFast
 
-import library.models.flux.files as flux_files
 import library.models.flux.model as flux_model
 from library.conditions import Conditions
 from library.errors import UserError
@@ -53,7 +52,6 @@ class FluxFamily(Family):
     """FLUX.1 dev and schnell."""
 
     name = "flux"
-    layout = flux_files.FILES
     transformer_class = FluxTransformer2DModel
     published = {"guidance_embeds": True}  # noqa: RUF012
     depths = ("num_layers", "num_single_layers")

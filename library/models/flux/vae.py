@@ -20,8 +20,8 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.family_files import Shapes
-from library.models.flux.files import VAE_NAMES
 from library.models.layer_names import count_blocks
+from library.models.registry import family_names
 from library.models.vae import ImageEncoder
 from library.models.weights import KeyMap
 from library.precision.checkpoint import WeightFiles
@@ -106,7 +106,7 @@ class FluxImageEncoder(ImageEncoder):
 
 def _diffusers_name(name: str, levels: int) -> str:
     """Translate one key of BFL's autoencoder."""
-    for pattern, replacement in VAE_NAMES:
+    for pattern, replacement in family_names("flux").vae:
         name = re.sub(pattern, replacement, name)
     name = re.sub(r"\.up\.(\d+)\.block\.", lambda m: f".up_blocks.{levels - 1 - int(m[1])}.resnets.", name)
     return re.sub(r"\.up\.(\d+)\.upsample\.", lambda m: f".up_blocks.{levels - 1 - int(m[1])}.upsamplers.0.", name)

@@ -22,7 +22,6 @@ from diffusers import Flux2Transformer2DModel
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from torch import Tensor
 
-import library.models.flux2.files as flux2_files
 import library.models.flux2.model as flux2_model
 from library.conditions import Conditions
 from library.models.family import Family
@@ -44,7 +43,6 @@ from library.models.vae import pack_latents, text_numbers, token_grid
 class Flux2Family(Family):
     """What klein and dev share."""
 
-    layout = flux2_files.FILES
     transformer_class = Flux2Transformer2DModel
     depths = ("num_layers", "num_single_layers")
     image_encoder = Flux2ImageEncoder
@@ -119,7 +117,6 @@ class DevFamily(MistralFamily, Flux2Family):
     """FLUX.2 dev."""
 
     name = "flux2_dev"
-    layout = flux2_files.DEV_FILES
     mistral = MISTRAL
     text_encoder = DevTextEncoder
     text_layers = MISTRAL_LAYERS[-1]

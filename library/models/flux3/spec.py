@@ -21,7 +21,6 @@ from diffusers import Flux3Transformer2DModel
 from PIL.Image import Image
 from torch import Tensor, nn
 
-import library.models.flux3.files as flux3_files
 import library.models.flux3.model as flux3_model
 from library.conditions import Conditions
 from library.models.flux.vae import Flux2ImageEncoder
@@ -68,7 +67,6 @@ class Flux3KleinFamily(Qwen3Family):
     """FLUX.3 klein, text to image."""
 
     name = "flux3_klein"
-    layout = flux3_files.FILES
     transformer_class = Flux3Transformer2DModel
     depths = ("num_layers", "num_single_layers")
     image_encoder = Flux2ImageEncoder

@@ -19,7 +19,6 @@ from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Transformer2DModel
 from PIL.Image import Image
 from torch import Tensor
 
-import library.models.krea2.files as krea2_files
 import library.models.krea2.model as krea2_model
 from library.conditions import Conditions
 from library.errors import UserError
@@ -64,7 +63,6 @@ class Krea2Family(Qwen3Family):
     """Krea 2 Raw and Turbo."""
 
     name = "krea2"
-    layout = krea2_files.FILES
     transformer_class = Krea2Transformer2DModel
     depths = ("num_layers", "num_layerwise_text_blocks", "num_refiner_text_blocks")
     image_encoder = QwenImageEncoder

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
 
-import library.models.qwen_image.files as qwen_files
 import library.models.qwen_image.model as qwen_model
 from library.conditions import Conditions
 from library.errors import UserError
@@ -47,7 +46,6 @@ class QwenImageFamily(Family):
     """Qwen-Image."""
 
     name = "qwen_image"
-    layout = qwen_files.FILES
     transformer_class = QwenImageTransformer2DModel
     depths = ("num_layers",)
     image_encoder = QwenImageEncoder

@@ -23,7 +23,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.models.family_files import Shapes
 from library.models.layer_names import count_blocks
-from library.models.qwen_image.files import VAE_NAMES
+from library.models.registry import family_names
 from library.models.vae import ImageEncoder
 from library.models.weights import KeyMap
 from library.precision.checkpoint import WeightFiles
@@ -91,7 +91,7 @@ class QwenImageEncoder(ImageEncoder):
 
 def _diffusers_name(name: str, per_level: int) -> str:
     """Translate one of Wan's keys; a level of the decoder has ``per_level`` places, the last one its upsampler."""
-    for pattern, replacement in VAE_NAMES:
+    for pattern, replacement in family_names("qwen_image").vae:
         name = re.sub(pattern, replacement, name)
 
     def of_level(match: re.Match[str]) -> str:

@@ -20,7 +20,6 @@ import torch
 from diffusers import QwenImage21Transformer2DModel
 from torch import Tensor
 
-import library.models.qwen_image_21.files as qwen_files
 import library.models.qwen_image_21.model as qwen_model
 from library.conditions import Conditions
 from library.models.family import Family
@@ -38,7 +37,6 @@ class QwenImage21Family(Family):
     """Qwen-Image-2.1, of captions."""
 
     name = "qwen_image_21"
-    layout = qwen_files.FILES
     transformer_class = QwenImage21Transformer2DModel
     depths = ("num_layers",)
     image_encoder = QwenImage21Encoder

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from library.models.family_files import Shapes
 from library.models.layer_names import count_blocks
-from library.models.qwen_image.files import VAE_NAMES
 from library.models.qwen_image.vae import QwenImageEncoder
+from library.models.registry import family_names
 
 
 class QwenImage21Encoder(QwenImageEncoder):
@@ -77,6 +77,6 @@ def _diffusers_name(name: str) -> str:
         side, way, level, place, rest = match.groups()
         resamples = rest.startswith(("resample.", "time_conv."))
         name = f"{side}.{way}_blocks.{level}." + (f"{way}sampler." if resamples else f"resnets.{place}.") + rest
-    for pattern, replacement in VAE_NAMES:
+    for pattern, replacement in family_names("qwen_image").vae:
         name = re.sub(pattern, replacement, name)
     return name

@@ -15,7 +15,6 @@ import torch
 from diffusers import ZImageTransformer2DModel
 from torch import Tensor, nn
 
-import library.models.z_image.files as z_image_files
 import library.models.z_image.model as z_image_model
 from library.conditions import Conditions
 from library.models.flux.vae import FluxImageEncoder
@@ -46,7 +45,6 @@ class ZImageFamily(Qwen3Family):
     """Z-Image and Z-Image-Turbo."""
 
     name = "z_image"
-    layout = z_image_files.FILES
     transformer_class = ZImageTransformer2DModel
     depths = ("n_layers",)
     image_encoder = FluxImageEncoder

@@ -12,7 +12,6 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from library.config.schema import FlowConfig, NetworkConfig
-from library.models.ernie_image.files import ERNIE_IMAGE_TARGETS
 from library.models.ernie_image.model import optimise_forward
 from library.models.ernie_image.spec import ErnieImageFamily
 from library.models.flux.vae import Flux2ImageEncoder
@@ -27,6 +26,7 @@ from tests.models.claims import (
     quiet,
     saved_bytes,
 )
+from tests.targets import ERNIE_IMAGE_TARGETS
 from tests.tiny_ernie_image import (
     save_ernie_split_files,
     tiny_ernie_inputs,

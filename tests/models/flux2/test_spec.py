@@ -16,7 +16,6 @@ from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import FlowConfig, NetworkConfig
 from library.data.images import to_pixels
 from library.models.family import SampleSettings
-from library.models.flux2.files import FLUX2_TARGETS
 from library.models.flux2.model import optimise_forward
 from library.models.flux2.spec import KleinFamily
 from networks.network import inject_adapter
@@ -31,6 +30,7 @@ from tests.models.claims import (
     quiet,
     saved_bytes,
 )
+from tests.targets import FLUX2_TARGETS
 from tests.tiny_flux2 import (
     patched,
     save_flux2_files,

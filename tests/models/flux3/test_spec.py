@@ -22,7 +22,6 @@ from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.errors import UserError
 from library.models.family import SampleSettings
 from library.models.family_by_name import model_family
-from library.models.flux3.files import FLUX3_EDIT_TARGETS, FLUX3_TARGETS
 from library.models.flux3.model import optimise_forward, step_from
 from library.models.flux3.spec import Flux3KleinFamily
 from library.nn.checkpointing import ActivationCheckpointing, neighbours
@@ -39,6 +38,7 @@ from tests.models.claims import (
     gradients_of,
     saved_bytes,
 )
+from tests.targets import FLUX3_EDIT_TARGETS, FLUX3_TARGETS
 from tests.tiny_flux3 import (
     CalledAsOthers,
     call_by_hand,

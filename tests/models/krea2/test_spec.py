@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.models.family_by_name import model_family
-from library.models.krea2.files import KREA2_TARGETS
 from library.models.krea2.model import optimise_forward
 from library.models.krea2.spec import Krea2Family
 from library.models.vae import pack_latents, unpack_latents
@@ -32,6 +31,7 @@ from tests.models.claims import (
     quiet,
     saved_bytes,
 )
+from tests.targets import KREA2_TARGETS
 from tests.tiny_krea2 import (
     TEXT_LAYERS,
     TEXT_WIDTH,

@@ -13,12 +13,12 @@ from peft import LoraConfig
 from torch import Tensor
 
 from library.config.schema import NetworkConfig
-from library.models.qwen_image_21.files import QWEN_21_TARGETS
 from library.models.qwen_image_21.model import InterleavedRope, optimise_forward
 from library.nn.norms import RMSNorm
 from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.models.claims import assert_as_near_as_diffusers, assert_timesteps_are_not_rounded, saved_bytes
+from tests.targets import QWEN_21_TARGETS
 from tests.tiny_qwen_21 import CHANNELS, TEXT_WIDTH, run_21, theirs_called, tiny_21_inputs, tiny_21_transformer
 
 CASES = {  # references' sizes, tokens of text before each image, padded tokens of each caption

@@ -15,8 +15,8 @@ from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family_by_name import model_family
+from library.models.family_files import files_of
 from library.models.files import file_arguments, transformer_arguments
-from library.models.qwen_image_21.files import FILES
 from library.models.qwen_image_21.spec import QwenImage21Family
 from library.precision.checkpoint import WeightFiles
 from library.precision.linear import QuantizedLinear
@@ -98,7 +98,7 @@ def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: s
     assert {"num_layers": 2, "mlp_ratio": 3, "context_in_dim": 128, "in_channels": CHANNELS}.items() <= config.items()
     assert_same_model(single, whole, CAPTIONS)
     assert transformer_arguments(files.transformer, "qwen_image_21") == config
-    assert file_arguments(WeightFiles(files.transformer), FILES)[0] == prefix
+    assert file_arguments(WeightFiles(files.transformer), files_of("qwen_image_21"))[0] == prefix
 
 
 def test_a_file_that_lacks_a_layer_or_is_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

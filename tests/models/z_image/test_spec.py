@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from library.config.schema import FlowConfig
-from library.models.z_image.files import Z_IMAGE_TARGETS
 from library.models.z_image.spec import ZImageFamily
 from tests.models.claims import (
     assert_refused,
@@ -22,6 +21,7 @@ from tests.models.claims import (
     gradients_of,
     quiet,
 )
+from tests.targets import Z_IMAGE_TARGETS
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 

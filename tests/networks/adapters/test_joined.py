@@ -16,8 +16,6 @@ from torch.nn import functional as F
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError
-from library.models.flux.files import FLUX_TARGETS
-from library.models.qwen_image.files import QWEN_TARGETS
 from library.nn.frozen_linear import project_recomputed
 from library.precision.linear import QuantizedLinear
 from networks.adapters.base import base_weight
@@ -28,6 +26,7 @@ from networks.network import AdapterNetwork, attach_lora
 from networks.options import Dropouts, parse_network_args
 from tests.networks.conftest import filled, inject, make_flux, run_flux
 from tests.precision.layers import quantize
+from tests.targets import FLUX_TARGETS, QWEN_TARGETS
 from tests.tiny import bfl_state_dict
 
 JOINED = "split_qkv=False"

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError
-from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import load_adapter, load_lora
 from networks.files.layouts import LAYOUTS, check_save_format, split_key
 from networks.files.weights import KINDS as WEIGHTS
@@ -21,6 +20,7 @@ from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.conftest import comfy_weight, filled, make_flux, run_flux
+from tests.targets import FLUX_TARGETS
 from tests.tiny import bfl_state_dict
 
 KINDS = ["dora", "lokr", "loha"]

@@ -25,16 +25,8 @@ from torch import Tensor, nn
 
 import tools.merge_lora as merge_lora
 from library.errors import UserError
-from library.models.ernie_image.files import ERNIE_IMAGE_TARGETS
-from library.models.flux.files import FLUX_TARGETS
-from library.models.flux2.files import FLUX2_TARGETS
-from library.models.flux3.files import FLUX3_EDIT_TARGETS, FLUX3_TARGETS
-from library.models.krea2.files import KREA2_TARGETS
 from library.models.layer_names import LoraTargets
-from library.models.qwen_image.files import QWEN_TARGETS
-from library.models.qwen_image_21.files import QWEN_21_TARGETS
 from library.models.qwen_image_21.model import optimise_forward
-from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.adapters import load_lora
 from networks.files.base import find_modules, fullest_targets, open_base
 from networks.files.readers import check_readers
@@ -43,6 +35,17 @@ from networks.files.writing import save_adapter
 from networks.network import AdapterNetwork
 from tests.networks.conftest import assert_read_as_written, diffusers_pipeline, filled
 from tests.runs import call
+from tests.targets import (
+    ERNIE_IMAGE_TARGETS,
+    FLUX2_TARGETS,
+    FLUX3_EDIT_TARGETS,
+    FLUX3_TARGETS,
+    FLUX_TARGETS,
+    KREA2_TARGETS,
+    QWEN_21_TARGETS,
+    QWEN_TARGETS,
+    Z_IMAGE_TARGETS,
+)
 from tests.tiny_ernie_image import run_ernie, tiny_ernie_transformer
 from tests.tiny_flux2 import bfl_flux2_state_dict, run_flux2, tiny_flux2_transformer
 from tests.tiny_flux3 import bfl_name, run_flux3, run_flux3_edit, tiny_flux3_transformer

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from library.config.model_layouts import is_lora
 from library.errors import UserError
-from library.models.flux.files import FLUX_TARGETS
-from library.models.flux2.files import FLUX2_TARGETS
 from library.models.layer_names import LoraTargets
 from networks.files.adapters import load_adapter, load_lora
 from networks.files.inspection import inspect_lora
@@ -29,6 +27,7 @@ from networks.merging.merge import LoraSource, merge_loras, read_base_weights
 from networks.network import attach_lora
 from tests.networks.conftest import diffusers_pipeline, inject, make_flux, run_flux
 from tests.networks.files.test_readers import MODELS, apart
+from tests.targets import FLUX2_TARGETS, FLUX_TARGETS
 from tests.tiny_flux2 import tiny_flux2_transformer
 from tests.tiny_krea2 import tiny_krea2_transformer
 from tools.convert_lora import convert

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
-from library.models.flux.files import FLUX_KEYS, FLUX_TARGETS
 from library.models.layer_names import KeyRow
 from networks.files.adapters import load_lora
 from networks.files.joined import fuse_parts, split_parts
@@ -25,6 +24,7 @@ from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.network import attach_lora
 from tests.networks.conftest import diffusers_pipeline, inject, make_flux, random_pair, run_flux, train_a_little
+from tests.targets import FLUX_KEYS, FLUX_TARGETS
 
 
 def output_in_diffusers(path: Path) -> Tensor:

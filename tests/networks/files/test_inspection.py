@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from library.errors import UserError
-from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import load_lora
 from networks.files.inspection import inspect_lora
 from networks.files.layouts import SAVE_FORMATS
@@ -22,6 +21,7 @@ from networks.files.writing import save_adapter
 from networks.network import AdapterNetwork
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.files.test_adapter_files import trained
+from tests.targets import FLUX_TARGETS
 
 
 @pytest.fixture

@@ -21,16 +21,8 @@ from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError
-from library.models.ernie_image.files import ERNIE_IMAGE_TARGETS
-from library.models.flux.files import FLUX_TARGETS
-from library.models.flux2.files import FLUX2_TARGETS
-from library.models.flux3.files import FLUX3_TARGETS
-from library.models.krea2.files import KREA2_TARGETS
 from library.models.layer_names import LoraTargets
-from library.models.qwen_image.files import QWEN_TARGETS
-from library.models.qwen_image_21.files import QWEN_21_TARGETS
 from library.models.registry import lora_targets
-from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.adapters import load_adapter, load_lora
 from networks.files.metadata import ADAPTER_METADATA_KEY, trained_alphas
 from networks.files.readers import READERS, check_readers, read_as, read_by_none, readable
@@ -40,6 +32,16 @@ from networks.files.writing import save_adapter
 from networks.network import AdapterNetwork, attach_lora
 from networks.options import parse_network_args
 from tests.networks.conftest import diffusers_pipeline, filled, make_flux, run_flux
+from tests.targets import (
+    ERNIE_IMAGE_TARGETS,
+    FLUX2_TARGETS,
+    FLUX3_TARGETS,
+    FLUX_TARGETS,
+    KREA2_TARGETS,
+    QWEN_21_TARGETS,
+    QWEN_TARGETS,
+    Z_IMAGE_TARGETS,
+)
 from tests.tiny_ernie_image import tiny_ernie_transformer
 from tests.tiny_flux2 import tiny_flux2_transformer
 from tests.tiny_flux3 import tiny_flux3_transformer

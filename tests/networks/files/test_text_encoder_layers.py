@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
-from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import load_lora
 from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from tests.networks.conftest import random_pair
+from tests.targets import FLUX_TARGETS
 from tests.tiny import TEXT_WIDTH, tiny_flux_pipeline
 
 CLIP = "text_encoder.encoder.layers.1"

@@ -15,11 +15,11 @@ from torch import Tensor
 import networks.files.base
 from library.checksums import weights_fingerprint
 from library.errors import UserError
-from library.models.flux.files import FLUX_KEYS, FLUX_TARGETS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from tests.networks.conftest import make_flux, run_flux
+from tests.targets import FLUX_KEYS, FLUX_TARGETS
 
 
 def original_layout(model: FluxTransformer2DModel, prefix: str = "") -> dict[str, Tensor]:

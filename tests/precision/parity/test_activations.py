@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import optimise_forward
 from library.models.flux.spec import pack_latents
 from library.precision.parity.activations import collect_inputs
 from networks.files.weights import LoraWeights
 from networks.network import attach_lora
+from tests.targets import FLUX_TARGETS
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 
 LAYERS = [

@@ -17,7 +17,6 @@ from library.config.run_schema import AccelerateConfig
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.family_by_name import family_class
-from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import optimise_forward
 from library.models.vae import image_positions, pack_latents
 from library.precision.files.fp8 import Fp8Scheme
@@ -27,6 +26,7 @@ from library.training.memory.block_swap import RING, Ring, kind_sizes, most_swap
 from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.runs import lora, run, same, write_dataset
+from tests.targets import FLUX_TARGETS
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline, tiny_flux_transformer
 
 CPU = torch.device("cpu")

@@ -12,7 +12,6 @@ from PIL import Image, ImageChops
 from safetensors.torch import load_file
 from torch import Tensor
 
-from library.models.flux.files import FLUX_TARGETS
 from library.training.run import Run
 from networks.merging.merge import LoraSource, merge_loras
 from tests.networks.conftest import comfy_weight
@@ -29,6 +28,7 @@ from tests.runs import (
     write_base,
     write_dataset,
 )
+from tests.targets import FLUX_TARGETS
 from tests.worker_group import run_in_group
 
 KINDS = ["dora", "lokr", "loha"]

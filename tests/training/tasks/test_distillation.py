@@ -17,13 +17,13 @@ from library.config.schema import FlowConfig, ModelConfig
 from library.data.batches import Batch, Item
 from library.errors import UserError
 from library.models.family_by_name import model_family
-from library.models.flux.files import FLUX_TARGETS
 from library.training.flow import add_noise, noise_for, sample_sigmas
 from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.network import attach_lora
 from tests.runs import call, largest_difference, lora, pipeline_forward, run, write_dataset
+from tests.targets import FLUX_TARGETS
 
 Settings = dict[str, object]
 FP8: Settings = {"fp8_scaled": True, "fp8_granularity": "tensor", "fp8_exclude": []}

@@ -27,7 +27,6 @@ from library.data.samples import scan
 from library.errors import UserError
 from library.models.family import Family
 from library.models.family_by_name import model_family
-from library.models.flux.files import FLUX_TARGETS
 from library.models.registry import lora_targets
 from library.training.flow import noise_for, sample_sigmas
 from library.training.memory.budget import recompute_blocks
@@ -49,6 +48,7 @@ from tests.runs import (
     train_flags,
     write_dataset,
 )
+from tests.targets import FLUX_TARGETS
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 from tests.training.tasks.test_family_runs import LEARNERS
 from tests.worker_group import run_in_group

@@ -28,7 +28,6 @@ from library.data.sources import is_image
 from library.errors import UserError
 from library.models.family import Family
 from library.models.family_by_name import model_family
-from library.models.flux.files import FLUX_TARGETS
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.network import AdapterNetwork, inject_adapter
@@ -45,6 +44,7 @@ from tests.runs import (
     train_flags,
     write_dataset,
 )
+from tests.targets import FLUX_TARGETS
 from tests.tiny import tiny_flux_inputs
 from tests.worker_group import run_in_group
 
