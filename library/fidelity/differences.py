@@ -1,4 +1,4 @@
-"""How far a run is from the reference: by noise level, over a sampling run, along the mask's border."""
+"""How far a run is from the reference: in one step, in finished images, along the mask's border."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ class Differences:
 
     Attributes:
         velocity: over all noise levels.
-        velocity_by_sigma: of each noise level.
-        latents_by_step: after each step of the sampling run.
         latents, image: of the finished ones; NaN where there was no sampling or no decoding.
         border: of the decoded images; None without masks or images.
         by_image: squared error of each image, of what ``error`` is of; it adds up to the whole's.
     """
 
     velocity: float
-    velocity_by_sigma: dict[float, float]
-    latents_by_step: list[float]
     latents: float
     image: float
     border: Border | None
@@ -55,21 +51,15 @@ def compare(
     ``decode``: latents [1, C, h, w] -> pixels [1, 3, H, W], the reference's, for the border's control; without it the
     border is not judged.
     """
-    by_sigma = {
-        sigma: relative_error(reference.velocities[sigma], other.velocities[sigma]) for sigma in eval_set.sigmas
-    }
     velocities = [
         [velocity for sigma in eval_set.sigmas for velocity in outcome.velocities[sigma]]
         for outcome in (reference, other)
     ]
     # the border is that of the mask as it was drawn, to the pixel
     drawn = [eval_set.border_mask(number) for number in range(len(other.images))]
-    steps = [relative_error(a, b) for a, b in zip(reference.path, other.path, strict=False)]
     return Differences(
         velocity=relative_error(*velocities),
-        velocity_by_sigma=by_sigma,
-        latents_by_step=steps,
-        latents=relative_error(reference.latents, other.latents) if steps else math.nan,
+        latents=relative_error(reference.latents, other.latents) if other.path else math.nan,
         image=relative_error(reference.images, other.images) if other.images else math.nan,
         border=judge_border(*border_errors_of(reference, other, drawn, decode)) if decode and other.images else None,
         by_image=_by_image(_judged(reference), _judged(other)),
@@ -85,7 +75,7 @@ def relative_error(reference: Sequence[Tensor], other: Sequence[Tensor]) -> floa
 
 def _judged(outcome: Outcome) -> Sequence[Sequence[Tensor]]:
     """Return what ``Differences.error`` is of, lists that have an entry an image."""
-    if outcome.images or outcome.path:
+    if outcome.path:
         return [outcome.images or outcome.latents]
     return [*outcome.velocities.values()]
 

@@ -1,4 +1,4 @@
-"""The report's figures: errors as curves, and images beside each other with their differences.
+"""The report's figures: images beside each other with their differences.
 
 A figure is made of what was measured, or not at all. All maps of differences share one scale, which never ends below
 ``LEAST_RANGE`` 8-bit steps, so that what nobody can see does not look like a fire.
@@ -22,19 +22,6 @@ from library.precision.parity.seam import border_distance
 LEAST_RANGE = 16  # 8-bit steps of the whole scale of differences
 ZOOM = 64  # pixels of the picture in a view of the border
 _IMAGES_SHOWN = 4
-
-
-def error_curves(named: Mapping[str, Mapping[float, float]], along: str, of: str) -> Figure:
-    """Relative errors ``of`` something ``along`` something, a line for each of ``named``."""
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-    axis = figure.subplots()
-    axis.set(xlabel=along, ylabel=f"{of}, % of its size")
-    for title, errors in named.items():
-        axis.plot([*errors], [100 * error for error in errors.values()], marker=".", label=title)
-    axis.set_ylim(bottom=0)
-    if len(named) > 1:
-        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    return figure
 
 
 def server_pictures(server: ServerResult) -> Figure | None:

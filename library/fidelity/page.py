@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from library.fidelity.distilled import Distilled
 from library.fidelity.figures import (
     as_data_uri,
-    error_curves,
     image_rows,
     picture_rows,
     server_pictures,
@@ -80,17 +79,6 @@ def _commands_apart(sentence: str) -> Markup:
 def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:
     """Return what the page shows of a report."""
     full, server = report.full, report.server
-    named = {"deployment": full}
-    named |= {f"{each.cause} alone": each.alone for each in report.attributions if len(report.attributions) > 1}
-    figures: list[tuple[str, str, Figure]] = []  # heading, what there is to see, figure
-    if len(full.velocity_by_sigma) > 1:
-        text = "Error of one step of the model, by how much noise there is in its input (1: nothing else)."
-        curves = {title: dict(sorted(each.velocity_by_sigma.items())) for title, each in named.items()}
-        figures.append(("By noise level", text, error_curves(curves, "noise level", "velocity error")))
-    if len(full.latents_by_step) > 1:
-        text = "How the error grows while an image is sampled."
-        curves = {title: dict(enumerate(each.latents_by_step, 1)) for title, each in named.items()}
-        figures.append(("Over a sampling run", text, error_curves(curves, "sampling step", "latents' error")))
     layers, tensors = report.comparison.layers, report.comparison.tensors
     tables = {
         "fixes": _table(_FIX_COLUMNS, fix_rows(report.fixes, full)) if report.fixes else None,
@@ -109,7 +97,6 @@ def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:
         "words": report.sections(),
         "painted": server and server_pictures(server),
         "pictures": pictures,
-        "figures": figures,
         "tables": tables,
         "titles": CAUSES,
         "remedies": REMEDIES,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import Tensor
 
 from library.data.batches import Batch
@@ -20,7 +19,7 @@ from library.data.cache import Pixels
 from library.fidelity.border import STEP_8BIT, judge_border
 from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences
-from library.fidelity.figures import error_curves, picture_rows
+from library.fidelity.figures import picture_rows
 from library.fidelity.findings import Finding
 from library.fidelity.intervals import Share
 from library.fidelity.layers import LayerRow
@@ -49,10 +48,10 @@ def images(seed: int) -> list[Tensor]:
     return [torch.rand(3, SIZE, SIZE, generator=random) - 0.5 for _ in range(IMAGES)]
 
 
-def differences(masks: bool, steps: int, errors: list[Tensor]) -> Differences:
+def differences(masks: bool, errors: list[Tensor]) -> Differences:
     filled = [mask() for error in errors] if masks else []
     border = judge_border(errors[: len(filled)], images(9)[: len(filled)], filled)
-    return Differences(0.03, {0.2: 0.03, 0.8: 0.02}, [0.01] * steps, 0.04, 0.05, border)
+    return Differences(0.03, 0.04, 0.05, border)
 
 
 def mask() -> Tensor:
@@ -70,7 +69,7 @@ def make(masks: bool = True, steps: int = 4, error: float = 0.01) -> Report:
     eval_set = EvalSet([batch] * IMAGES, pixels, [], "fill", (0.2, 0.8), steps, 1.0, 0)
     ours = images(1) if steps else []
     theirs = [image + error for image in ours]
-    full = differences(masks and bool(steps), steps, [b - a for a, b in zip(ours, theirs, strict=True)])
+    full = differences(masks and bool(steps), [b - a for a, b in zip(ours, theirs, strict=True)])
     finding = Finding("ruined_layer", 0.9, (EVIL,), f"{EVIL} differs")
     verdict = Verdict((finding, Finding("vae", 0.01, (), "little")), full.border, None)
     tensors = [TensorRow(EVIL, "bias", "bfloat16", 64, 1.0, fault="ruined_layer", diagnosis="zeroed")]
@@ -106,7 +105,7 @@ def test_the_page_is_one_file_with_every_layer_and_runs_no_name(tmp_path: Path) 
     read = Tags(text)
     tags = read.tags
     shown = [attributes for tag, attributes in tags if tag == "img"]
-    assert len(shown) == 3  # pictures, noise levels, steps
+    assert len(shown) == 1  # pictures
     assert all(each["alt"] and re.match(r"data:image/png;base64,[\w+/]{200}", each["src"] or "") for each in shown)
     assert not any({"href", "srcset"} & set(attributes) or tag in ("link", "iframe") for tag, attributes in tags)
     assert not [tag for tag, attributes in tags if tag != "img" and "src" in attributes]
@@ -122,8 +121,8 @@ def test_the_page_is_one_file_with_every_layer_and_runs_no_name(tmp_path: Path) 
     ("masks", "steps", "absent"),
     [
         (False, 4, ["Along the mask", "The border"]),
-        (True, 0, ["Along the mask", "Pictures", "Over a sampling run"]),
-        (False, 0, ["Along the mask", "The border", "Pictures", "Over a sampling run"]),
+        (True, 0, ["Along the mask", "Pictures"]),
+        (False, 0, ["Along the mask", "The border", "Pictures"]),
     ],
 )
 def test_what_was_not_measured_is_not_on_the_page(masks: bool, steps: int, absent: list[str], tmp_path: Path) -> None:
@@ -159,18 +158,6 @@ def test_the_view_of_the_border_shows_where_the_difference_along_it_is_largest()
     zoomed = views[3]  # whole, border, whole, border
     assert zoomed.shape == (64, 64)
     assert zoomed.max() == pytest.approx((0.3 + 0.01) / STEP_8BIT, rel=0.01)
-
-
-def test_axes_have_plain_numbers_and_legends_cover_nothing() -> None:
-    curves = {"deployment": {0.2: 0.03, 0.8: 0.02}, "weights alone": {0.2: 0.03, 0.8: 0.01}}
-    figure = error_curves(curves, "noise level", "velocity error")
-    FigureCanvasAgg(figure).draw()
-    (axis,) = figure.axes
-    labels = [text.get_text() for text in (*axis.get_xticklabels(), *axis.get_yticklabels())]
-    assert not [label for label in labels if "$" in label or "times" in label]
-    assert len([label for label in labels if re.fullmatch(r"[\d.]+", label)]) >= 3
-    (legend,) = figure.legends
-    assert not legend.get_window_extent().overlaps(axis.get_window_extent())
 
 
 def test_kinds_of_rounding_come_by_their_share_and_flags_that_were_not_given_by_place() -> None:

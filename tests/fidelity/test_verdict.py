@@ -26,7 +26,7 @@ from library.fidelity.verdict import Attribution, Verdict, judge
 def differences(by_image: list[float]) -> Differences:
     """An error of that square on each image, the reference's size being 1."""
     size = math.sqrt(max(0.0, sum(by_image)) / len(by_image))
-    return Differences(size, {}, [], math.nan, math.nan, None, tuple(by_image))
+    return Differences(size, math.nan, math.nan, None, tuple(by_image))
 
 
 def layer(number: int, retention: float | None, error: float = 0.025, effect: float = 0.024) -> LayerRow:
