@@ -39,7 +39,6 @@ class FluxImageEncoder(ImageEncoder):
     """FLUX.1's autoencoder: latents are normalised by one shift and one scale, (mean - shift) * scale.
 
     Attributes:
-        channels: of its latents.
         published: arguments of ``autoencoder`` that no tensor shows, and all others of the published one.
     """
 
@@ -47,7 +46,6 @@ class FluxImageEncoder(ImageEncoder):
     title = "FLUX's VAE"
     file = "ae.safetensors"
     marks = ("encoder.conv_in.weight", "decoder.conv_in.weight", "encoder.down_blocks.0.resnets.0.conv1.weight")
-    channels = 16
     published: Mapping[str, Any] = PUBLISHED | {
         "latent_channels": 16,
         "use_quant_conv": False,
@@ -60,8 +58,8 @@ class FluxImageEncoder(ImageEncoder):
     def describe(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
         """As everywhere; an autoencoder with another number of latent channels is refused."""
         config, key_map = super().describe(weights)
-        if (found := config["latent_channels"]) != cls.channels:
-            raise UserError(f"{weights.path}: {found} latent channels, {cls.title} has {cls.channels}; give {cls.file}")
+        if (found := config["latent_channels"]) != (own := cls.published["latent_channels"]):
+            raise UserError(f"{weights.path}: {found} latent channels, {cls.title} has {own}; give {cls.file}")
         return config, key_map
 
     @staticmethod
@@ -125,7 +123,6 @@ class Flux2ImageEncoder(FluxImageEncoder):
     autoencoder = AutoencoderKLFlux2
     title = "FLUX.2's VAE"
     file = "flux2-vae.safetensors"
-    channels = 32
     eps: float | None = None  # of the variance; None: as the config says
     published = PUBLISHED | {"latent_channels": 32, "use_quant_conv": True, "use_post_quant_conv": True}
 

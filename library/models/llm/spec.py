@@ -11,7 +11,7 @@ transformers' form is read by :func:`config_from_hf` and written by :func:`confi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -155,43 +155,18 @@ def fourth_blocks(layers: int, every: int = 4) -> tuple[int, ...]:
     return tuple(range(every - 1, layers, every))
 
 
-_LLAMA2: dict[str, Any] = {"vocab_size": 32000, "context": 4096, "rope_theta": 10000.0}
-_LLAMA31: dict[str, Any] = {"context": 131072, "rope_scaling": Llama31Scaling()}
-_LLAMA32: dict[str, Any] = {"context": 131072, "rope_scaling": Llama31Scaling(factor=32.0), "tied": True}
-_TINY: dict[str, Any] = {"vocab_size": 8192, "context": 256}
-_SMOLLM2: dict[str, Any] = {"vocab_size": 49152, "rope_theta": 100000.0, "tied": True}
-_SMOLLM3: dict[str, Any] = {"kind": "smollm3", "context": 65536, "rope_theta": 5e6, "tied": True, "norm_eps": 1e-6}
-_MISTRAL: dict[str, Any] = {"kind": "mistral", "vocab_size": 32768, "context": 32768, "rope_theta": 1e6}
-_QWEN25: dict[str, Any] = {"kind": "qwen2", "context": 32768, "rope_theta": 1e6, "norm_eps": 1e-6}
-_QWEN3: dict[str, Any] = _QWEN25 | {"kind": "qwen3", "vocab_size": 151936, "context": 40960, "head_dim": 128}
+def _presets() -> Iterator[tuple[str, LMConfig]]:
+    """Yield the rows of ``presets.toml`` by name."""
+    for group in read_toml(Path(__file__).with_name("presets.toml"))[0]["groups"]:
+        common = {key: tuple(v) if isinstance(v, list) else v for key, v in group.get("common", {}).items()}
+        if "rope_scaling" in group:
+            common["rope_scaling"] = Llama31Scaling(**group["rope_scaling"])
+        for name, sizes in group["models"].items():
+            sizes = common | sizes
+            yield name, gpt2(**sizes) if group["family"] == "gpt2" else llama(**sizes)
 
-PRESETS: Mapping[str, LMConfig] = {
-    "gpt2-tiny": gpt2(384, 6, 6, **_TINY),
-    "gpt2-124m": gpt2(768, 12, 12),
-    "gpt2-355m": gpt2(1024, 24, 16),
-    "gpt2-774m": gpt2(1280, 36, 20),
-    "gpt2-1558m": gpt2(1600, 48, 25),
-    "llama-tiny": llama(384, 6, 6, 2, 1024, tied=True, **_TINY),
-    "llama2-7b": llama(4096, 32, 32, 32, 11008, **_LLAMA2),
-    "llama2-13b": llama(5120, 40, 40, 40, 13824, **_LLAMA2),
-    "llama3-8b": llama(4096, 32, 32, 8, 14336),
-    "llama3.1-8b": llama(4096, 32, 32, 8, 14336, **_LLAMA31),
-    "llama3.2-1b": llama(2048, 16, 32, 8, 8192, **_LLAMA32),
-    "llama3.2-3b": llama(3072, 28, 24, 8, 8192, **_LLAMA32),
-    "smollm2-135m": llama(576, 30, 9, 3, 1536, **_SMOLLM2),
-    "smollm2-360m": llama(960, 32, 15, 5, 2560, **_SMOLLM2),
-    "smollm2-1.7b": llama(2048, 24, 32, 32, 8192, **_SMOLLM2 | {"rope_theta": 130000.0}),
-    "smollm3-3b": llama(2048, 36, 16, 4, 11008, no_rope=fourth_blocks(36), **_SMOLLM3),
-    "mistral-7b": llama(4096, 32, 32, 8, 14336, **_MISTRAL),
-    "qwen2.5-0.5b": llama(896, 24, 14, 2, 4864, vocab_size=151936, tied=True, **_QWEN25),
-    "qwen2.5-1.5b": llama(1536, 28, 12, 2, 8960, vocab_size=151936, tied=True, **_QWEN25),
-    "qwen2.5-3b": llama(2048, 36, 16, 2, 11008, vocab_size=151936, tied=True, **_QWEN25),
-    "qwen2.5-7b": llama(3584, 28, 28, 4, 18944, vocab_size=152064, **_QWEN25),
-    "qwen3-0.6b": llama(1024, 28, 16, 8, 3072, tied=True, **_QWEN3),
-    "qwen3-1.7b": llama(2048, 28, 16, 8, 6144, tied=True, **_QWEN3),
-    "qwen3-4b": llama(2560, 36, 32, 8, 9728, tied=True, **_QWEN3),
-    "qwen3-8b": llama(4096, 36, 32, 8, 12288, **_QWEN3),
-}
+
+PRESETS: Mapping[str, LMConfig] = dict(_presets())
 
 
 def preset(name: str) -> LMConfig:
