@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from library.models.flux.files import FLUX_TARGETS
 from networks.adapters.combined import CombinedLinear
 from networks.files.adapters import load_trainable
 from networks.files.weights import (
@@ -25,6 +24,7 @@ from networks.files.weights import (
 from networks.merging.low_rank import combine_loras
 from networks.network import attach_lora
 from tests.networks.conftest import make_flux, run_flux
+from tests.targets import FLUX_TARGETS
 
 Sizes = tuple[int, int, int, int]  # rows of w1 and w2, columns of w1 and w2
 
