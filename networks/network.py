@@ -17,6 +17,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -219,18 +220,23 @@ class AdapterNetwork:
 
     def describe(self) -> str:
         """Return a table of what is trained: kinds, ranks, parameters, and what each pattern matched."""
-        rows: dict[tuple[str, int, float], list[AdapterLinear]] = {}
+        rows: dict[tuple[str, str], list[AdapterLinear]] = {}
         for name, layer in self.modules.items():
             kind = self.targets.group_of(name)
-            label = kind.name if kind else layer.kind
-            rows.setdefault((label, layer.rank, layer.alpha), []).append(layer)
+            rows.setdefault((kind.name if kind else layer.kind, layer.size), []).append(layer)
         dtype = str(self.parameters()[0].dtype).removeprefix("torch.")
         total = sum(p.numel() for p in self.parameters())
         title = f"{TITLES[self.options.kind]} on {self.targets.family}"
         lines = [f"{title}: {len(self.modules)} modules, {total:,} parameters, {dtype}"]
-        for (kind_name, rank, alpha), layers in rows.items():
+        for (kind_name, size), layers in rows.items():
             count = sum(p.numel() for layer in layers for p in layer.trained().values())
-            lines.append(f"  {kind_name:<12}{len(layers):>4} modules  rank {rank:<4} alpha {alpha:<6g}{count:>13,}")
+            lines.append(f"  {kind_name:<12}{len(layers):>4} modules  {size:<22}{count:>13,}")
+        if self.options.kind == "lokr":
+            sides = sum(layer.in_features + layer.out_features for layer in self.modules.values())
+            lines.append(f"  as many parameters as a LoRA of rank {total / sides:.1f} has")
+            if full := sum(isinstance(layer, LoKrLinear) and layer.is_full for layer in self.modules.values()):
+                which = "all" if full == len(self.modules) else f"{full} of the"
+                lines.append(f"  rank and alpha have no effect on {which} modules: their matrices are full")
         joined = [n for n, layer in self.modules.items() if isinstance(layer, LoRALinear) and layer.joined]
         if joined:
             places = [place for name in joined if (place := self.targets.keys.find(name))]
@@ -265,7 +271,9 @@ def inject_adapter(
     model.requires_grad_(False)
     layers: dict[str, AdapterLinear] = {}
     for name, rank in ranks.items():
-        layers[name] = make_layer(model.get_submodule(targets.path_in_model(name)), rank, options, dtype)
+        group = targets.group_of(name)
+        own = replace(options, factor=options.factors.get(group.name, options.factor)) if group else options
+        layers[name] = make_layer(model.get_submodule(targets.path_in_model(name)), rank, own, dtype)
     if not options.split_qkv:
         _join(layers, targets)
     for name, layer in layers.items():
@@ -366,10 +374,19 @@ def select_modules(
         shapes_by_rank.setdefault((f"network_args: {source}" if source else "network_dim", rank), []).append(shape)
     for (option_name, rank), shapes in shapes_by_rank.items():
         refuse_large_rank(option_name, rank, shapes, options.kind)
-    largest = max(size for shapes in shapes_by_rank.values() for shape in shapes for size in shape)
-    if options.factor > largest:
-        raise UserError(f"network_args: factor={options.factor}: no layer has more than {largest} rows or columns")
+    _refuse_factors({name: kinds[name].name for name in ranks}, linears, options)
     return ranks, counts
+
+
+def _refuse_factors(kinds: Mapping[str, str], linears: Mapping[str, Any], options: NetworkOptions) -> None:
+    """Refuse a factor of LoKr for layers that are not trained, or that are smaller; ``kinds``: module -> kind."""
+    for kind, factor in [(None, options.factor), *options.factors.items()]:
+        option, names = f"{kind}_factor" if kind else "factor", [n for n in kinds if kind in (None, kinds[n])]
+        if not names:
+            raise UserError(f"network_args: {option}: no {kind} layers are trained; set {kind}_dim too, or remove it")
+        largest = max(size for name in names for size in (linears[name].out_features, linears[name].in_features))
+        if factor > largest:
+            raise UserError(f"network_args: {option}={factor}: no layer has more than {largest} rows or columns")
 
 
 def refuse_large_rank(option: str, rank: int, shapes: Iterable[Sequence[int]], kind: str) -> None:
@@ -444,7 +461,7 @@ def _linears(model: nn.Module, targets: LoraTargets) -> Iterator[tuple[str, nn.M
 _LAYERS: dict[str, tuple[Callable[..., AdapterLinear], tuple[str, ...]]] = {
     "lora": (LoRALinear, ("alpha", "dropouts", "rank_stabilised")),
     "dora": (DoRALinear, ("alpha", "dropouts", "rank_stabilised")),
-    "lokr": (LoKrLinear, ("alpha", "factor", "decompose_both")),
+    "lokr": (LoKrLinear, ("alpha", "factor", "decompose_both", "full_matrix")),
     "loha": (LoHaLinear, ("alpha",)),
 }
 

@@ -19,7 +19,9 @@
 
     split_qkv                      "False": one LoRA for the layers that are one in the original checkpoint (FLUX's and
                                    Z-Image's qkv, FLUX's linear1), which is sd-scripts' default; "True": each its own
-    factor, decompose_both         of network_type lokr, see ``networks.adapters.lycoris``
+    factor, full_matrix, decompose_both
+                                   of network_type lokr, see ``networks.adapters.lycoris``
+    <kind>_factor                  lokr's factor of one kind of layers, as ``<kind>_dim`` is their rank
     trainable_token_indices        "49152-49154,7": rows of a language model's embedding and head that are trained
 
 alpha is the same for every rank, as in kohya's: a layer's scale is ``network_alpha / its rank``. Ranks by kind,
@@ -46,10 +48,19 @@ from library.models.layer_names import LoraTargets
 _REPLACED = read_toml(Path(__file__).with_name("replaced_args.toml"))[0]
 _INDEX = r"\d{1,9}"
 _MOST = 10**9  # of a rank or factor
-_LOKR_KEYS = ("factor", "decompose_both")
+_LOKR_KEYS = ("factor", "decompose_both", "full_matrix")
 _TEXT_KEYS = ("train_t5xxl", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")  # of families that train text
 _LANGUAGE_KEYS = ("trainable_token_indices",)
-_OF_TRANSFORMER = ("dims", "dim_sources", "blocks", "include_patterns", "exclude_patterns", "train_t5xxl", "split_qkv")
+_OF_TRANSFORMER = (
+    "dims",
+    "dim_sources",
+    "factors",
+    "blocks",
+    "include_patterns",
+    "exclude_patterns",
+    "train_t5xxl",
+    "split_qkv",
+)
 
 
 class Dropouts(NamedTuple):
@@ -73,7 +84,8 @@ class NetworkOptions:
         rank_stabilised: the scale is alpha / sqrt(rank).
         pissa: A and B start from the largest singular directions of the weights, see ``networks.adapters.lora``.
         split_qkv: layers that are one in the original checkpoint have LoRAs of their own.
-        factor, decompose_both: how lokr cuts a layer, see ``networks.adapters.lycoris``.
+        factor, decompose_both, full_matrix: how lokr cuts a layer, see ``networks.adapters.lycoris``.
+        factors: kind -> its factor, from the ``*_factor`` options.
         dropout, rank_dropout, module_dropout: probabilities, see ``networks.adapters.lora``.
         dims: kind -> rank (0: left out), from the ``*_dim`` options and lists such as ``in_dims``.
         dim_sources: kind -> the option its rank came from, for messages.
@@ -103,7 +115,9 @@ class NetworkOptions:
     pissa: bool = False
     split_qkv: bool = True
     factor: int = -1
+    factors: Mapping[str, int] = field(default_factory=dict)
     decompose_both: bool = False
+    full_matrix: bool = False
     trainable_token_indices: tuple[int, ...] = ()
 
     @property
@@ -113,7 +127,7 @@ class NetworkOptions:
 
     def of_transformer(self) -> str | None:
         """Return an option that only a transformer follows, if one is set."""
-        set_ones = [*self.dim_sources.values(), *self.blocks]
+        set_ones = [*self.dim_sources.values(), *(f"{kind}_factor" for kind in self.factors), *self.blocks]
         set_ones += [name for name in ("include_patterns", "exclude_patterns") if getattr(self, name)]
         return set_ones[0] if set_ones else None
 
@@ -150,17 +164,21 @@ def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOp
     dim_options = targets.dim_options()
     foreign = {*(() if targets.text_encoders else _TEXT_KEYS), *(() if targets.own_names else _LANGUAGE_KEYS)}
     parsed_keys = [key for key in _PARSERS if key not in foreign]
-    known = (*parsed_keys, *dim_options, *targets.dim_lists, *targets.block_options)
+    factor_options = {option.removesuffix("dim") + "factor": kind for option, kind in dim_options.items()}
+    known = (*parsed_keys, *dim_options, *factor_options, *targets.dim_lists, *targets.block_options)
     values = _known_pairs(config.network_args, known)
     _check_kind(config, values)
     dims: dict[str, int] = {}
     sources: dict[str, str] = {}
+    factors: dict[str, int] = {}
     blocks: dict[str, tuple[range, ...] | None] = {}
     with error_prefix("network_args"):
         for option, text in values.items():
             if option in dim_options:
                 dims[dim_options[option]] = _rank(option, text)
                 sources[dim_options[option]] = option
+            elif option in factor_options:
+                factors[factor_options[option]] = _factor(option, text)
             elif option in targets.dim_lists:
                 ranks = _rank_list(option, text, targets.dim_lists[option])
                 dims.update(ranks)
@@ -170,6 +188,8 @@ def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOp
         parsed = {option: _PARSERS[option](option, text) for option, text in values.items() if option in _PARSERS}
         if not parsed.get("split_qkv", True):
             _check_joined(config, targets)
+        if parsed.get("full_matrix") and parsed.get("decompose_both"):
+            raise UserError("decompose_both=True: full_matrix=True decomposes neither matrix; remove one of them")
         ratio = parsed.pop("loraplus_lr_ratio", None)
         return NetworkOptions(
             dim=config.network_dim,
@@ -177,6 +197,7 @@ def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOp
             dropout=_probability("network_dropout", str(config.network_dropout)),
             dims=dims,
             dim_sources=sources,
+            factors=factors,
             blocks=blocks,
             loraplus_lr_ratio=parsed.pop("loraplus_unet_lr_ratio", ratio),
             loraplus_text_encoder_lr_ratio=parsed.pop("loraplus_text_encoder_lr_ratio", ratio),
@@ -200,7 +221,7 @@ def _check_kind(config: NetworkConfig, values: Mapping[str, str]) -> None:
     for key in values:
         if key.startswith("loraplus_") and not low_rank:
             raise UserError(f"network_args: {key}: network_type {kind} has no A and B; remove it")
-        if key in _LOKR_KEYS and kind != "lokr":
+        if (key in _LOKR_KEYS or key.endswith("_factor")) and kind != "lokr":
             raise UserError(f"network_args: {key}: has no effect on network_type {kind}, only on lokr; remove it")
     if config.use_rslora and not low_rank:
         raise UserError(f"use_rslora: is about the scale of a LoRA or DoRA, not of network_type {kind}; remove it")
@@ -318,4 +339,5 @@ _PARSERS: Mapping[str, Callable[[str, str], Any]] = {  # of the options that eve
     "trainable_token_indices": _tokens,
     "factor": _factor,
     "decompose_both": _flag,
+    "full_matrix": _flag,
 }

@@ -350,7 +350,8 @@ class NetworkConfig(Section):
         "v_proj_dim, o_proj_dim, gate_proj_dim, up_proj_dim, down_proj_dim (Llama), c_attn_dim, attn_c_proj_dim, "
         "c_fc_dim, mlp_c_proj_dim (GPT-2), train_double_block_indices, train_mode_block_indices (FLUX.3), "
         "train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Krea 2, ERNIE-Image, Llama, GPT-2); "
-        "factor, decompose_both (lokr), split_qkv (lora), trainable_token_indices (Llama, GPT-2)",
+        "factor, <kind>_factor (as <kind>_dim), full_matrix, decompose_both (lokr), split_qkv (lora), "
+        "trainable_token_indices (Llama, GPT-2)",
     )
     scale_weight_norms: Annotated[
         NotNegative,

@@ -31,7 +31,7 @@ from library.config.markers import split_pairs
 from library.config.model_layouts import INDEXES, pipeline_index
 from library.config.model_types import MODEL_FILE_KEYS, MODEL_TYPES
 from library.config.optimizer_types import OPTIMIZERS
-from library.config.programs.translate import dataset_file
+from library.config.programs.translate import files_read
 from library.config.published_models import MODEL
 from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections, synonyms
 from library.errors import UserError
@@ -206,7 +206,9 @@ def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list
 def _refuse_kohyas(site: Site, text: str, name: str, depth: int = 0) -> None:
     """Refuse another trainer's settings that name what is outside, in what files they name too."""
     program = find_program(text)
-    named = [("datasets", dataset_file(program, text, Path(name)))] if program else paths_read(text, name)
+    named = (
+        [("datasets", file) for file in files_read(program, text, Path(name))] if program else paths_read(text, name)
+    )
     for key, value in named:
         site.roots.refuse_paths_outside(value, key)
         path = Path(toml_path(str(value)))

@@ -31,12 +31,14 @@ class AdapterLinear(LinearWrapper):
         rank, alpha: as the kind understands them.
         scaled: the trained parameter, by the names it may have, of which the change is a multiple.
         from_zero: likewise the one that begins at zero, and the change with it.
+        like_file: what gives a layer the shapes that a file has.
         bypassed: whether the layer is its base for the time being, the change left out.
     """
 
     kind: str
     scaled: tuple[str, ...] = ()
     from_zero: tuple[str, ...]
+    like_file = "set network_dim as in the file"
 
     def __init__(self, base: nn.Module, rank: int, alpha: float) -> None:
         super().__init__(base)
@@ -87,7 +89,7 @@ class AdapterLinear(LinearWrapper):
             found = weights.tensors.get(name)
             if found is None or found.shape != parameter.shape:
                 has = "nothing" if found is None else tuple(found.shape)
-                return f"has {name} {has}, here {tuple(parameter.shape)}", "set network_dim as in the file"
+                return f"has {name} {has}, here {tuple(parameter.shape)}", self.like_file
         return None
 
     def load_weights(self, weights: AdapterWeights) -> bool:
@@ -100,6 +102,11 @@ class AdapterLinear(LinearWrapper):
             tensor = weights.tensors[name]
             fill(parameter, tensor if ratio == 1 or name not in self.scaled else tensor.float() * ratio)
         return ratio != 1
+
+    @property
+    def size(self) -> str:
+        """What the number of trained parameters follows from, as the start of a run shows it."""
+        return f"rank {self.rank:<4} alpha {self.alpha:<6g}"
 
     def extra_repr(self) -> str:
         """Show rank and alpha in ``print(model)``."""

@@ -28,9 +28,11 @@ from library.data.captions import caption_variants
 from library.data.config import DATASET_KEYS, SUBSET_KEYS, load_dataset_config
 from library.errors import UserError
 from library.files import find_program, read_toml
+from library.models.registry import lora_targets
 from library.training.flow import SAMPLERS
 from library.training.optim.factory import build_optimizer
 from library.training.sampling.prompts import SamplePrompt, read_prompts
+from networks.options import NetworkOptions, parse_network_args
 from tests.runs import call, printed, refusal
 from tools import check_dataset, migrate_config
 from tools.migrate_config import migrate_foreign
@@ -502,11 +504,62 @@ def test_rank_and_alpha_are_what_ai_toolkit_trains_with(here: Path, kind: str, g
         ours = load_config(["--config_file", "my.toml"]).network
         assert ours.network_type == kind
         assert ours.network_dim == ours.network_alpha
-        assert ours.network_dim == rank if kind == "lora" or full is False else ours.network_dim > 100_000
+        is_full = kind == "lokr" and full is not False
+        assert is_full or ours.network_dim == rank
+        assert ours.network_args == ["full_matrix=True"] * is_full
         assert {f"network.{key}" for key in network} <= notes.keys()
         assert all(
             "alpha" in note.text for key, note in notes.items() if key in ("network.alpha", "network.linear_alpha")
         )
+
+
+LOKR_JSON = {
+    "algo": "lokr",
+    "multiplier": 1.0,
+    "full_matrix": True,
+    "linear_alpha": 1,
+    "factor": 16,
+    "apply_preset": {
+        "target_module": ["Attention", "FeedForward"],
+        "module_algo_map": {"Attention": {"factor": 16}, "FeedForward": {"factor": 8}},
+    },
+}  # config/lycoris_config.json.example
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_lokr_of_each_program_is_trained_as_there(here: Path, full: bool) -> None:
+    """Rank, alpha and factors of modules/module/LoRAModule.py, LyCORIS's wrapper.py, toolkit/config_modules.py."""
+
+    def ours(model_type: str = "flux") -> NetworkOptions:
+        return parse_network_args(load_config(["--config_file", "my.toml"]).network, lora_targets()[model_type])
+
+    given = {
+        "peft_type": "LOKR",
+        "lokr_dim": 6,
+        "lora_alpha": 3.0,
+        "lokr_decompose_factor": 8,
+        "lokr_full_matrix": full,
+    }
+    given |= {"lokr_decompose_both": True, "lokr_use_tucker": False, "dropout_probability": 0.1, "lora_rank": 9}
+    notes = notes_of(one_trainer("FLUX_DEV_1", **given), "OneTrainer", here)
+    assert (ours().kind, ours().factor, ours().full_matrix) == ("lokr", 8, full)
+    assert full or (ours().dim, ours().alpha, ours().decompose_both) == (6, 3.0, True)
+    refused = {key for key, note in notes.items() if note.outcome == "refused" and key in given}
+    assert refused == {"dropout_probability"} | ({"lokr_decompose_both"} if full else set())
+
+    (here / "lycoris_config.json").write_text(json.dumps(LOKR_JSON | {"full_matrix": full, "linear_dim": 12}))
+    config = simple_tuner("flux", lora_type="lycoris", lycoris_config="config/lycoris_config.json", lora_rank=9)
+    for family, model_type in (("flux", "flux"), ("qwen_image", "qwen_image"), ("z_image", "z_image")):
+        notes = notes_of(config | {"--model_family": family}, "SimpleTuner", here)
+        found = ours(model_type)
+        assert (found.kind, found.factor, found.full_matrix) == ("lokr", 16, full)
+        mlps = ("mlp",) if family == "z_image" else ("img_mlp", "txt_mlp")
+        others = ("attn",) if family == "z_image" else ("img_attn", "txt_attn", *["single"] * (family == "flux"))
+        assert found.factors == dict.fromkeys(others, 16) | dict.fromkeys(mlps, 8)
+        assert full or (found.dim, found.alpha) == (12, 1.0)
+        assert (notes["lycoris.apply_preset.target_module"].outcome == "refused") == (family != "qwen_image")
+    notes = notes_of(config | {"lycoris_config": "gone.json"}, "SimpleTuner", here)
+    assert notes["lycoris_config"].outcome == "refused"
 
 
 @pytest.mark.parametrize(("key", "each"), product(("gradient_accumulation", "gradient_accumulation_steps"), (1, 3, 4)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -245,9 +247,44 @@ def test_ranks_and_blocks_beyond_the_model_are_refused_before_anything_is_made(
     assert len(list(model.parameters())) == before
 
 
-def test_a_factor_beyond_every_layer_is_refused() -> None:
-    with pytest.raises(UserError, match="factor=100000: no layer has more than"):
-        inject(make_flux(), "factor=100000", network_type="lokr")
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("factor=100000", "factor=100000: no layer has more than"),
+        ("single_factor=100000", "single_factor=100000: no layer has more than"),
+        ("img_mod_factor=4", "img_mod_factor: no img_mod layers are trained; set img_mod_dim too"),
+        ("img_mod_factor=0", "img_mod_factor=0: must be a whole number of at least 1, or -1"),
+    ],
+)
+def test_a_factor_that_no_layer_has_is_refused(argument: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        inject(make_flux(), argument, "img_mod_dim=0", network_type="lokr")
+    with pytest.raises(UserError, match=f"{argument.split('=')[0]}: has no effect on network_type lora, only on lokr"):
+        inject(make_flux(), argument)
+
+
+def test_full_matrices_and_factors_by_kind_are_what_is_trained_and_said() -> None:
+    """SimpleTuner's lycoris_config.json: Attention 16, FeedForward 8, here half of that for a small model."""
+    args = ("full_matrix=True", "factor=8", "img_mlp_factor=4", "img_mod_dim=1", "img_mod_factor=2")
+    network = inject(make_flux(), *args, dim=1, network_type="lokr")
+    for name, layer in network.modules.items():
+        kind = FLUX_TARGETS.group_of(name)
+        factor = {"img_mlp": 4, "img_mod": 2}.get(kind.name if kind else "", 8)
+        trained = layer.trained()
+        assert trained.keys() == {"lokr_w1", "lokr_w2"}
+        sizes = torch.tensor([layer.out_features, layer.in_features])
+        assert (torch.tensor(trained["lokr_w1"].shape) <= factor).all()
+        product = torch.tensor(trained["lokr_w1"].shape) * torch.tensor(trained["lokr_w2"].shape)
+        assert (product == sizes).all()
+    said, total = network.describe(), sum(p.numel() for p in network.parameters())
+    rank = float(re.findall(r"as many parameters as a LoRA of rank ([\d.]+) has", said)[0])
+    lora = inject(make_flux(), "img_mod_dim=1", dim=1)
+    assert total == pytest.approx(rank * sum(p.numel() for p in lora.parameters()), rel=0.05 / rank)
+    assert "rank and alpha have no effect on all modules: their matrices are full" in said
+    some = inject(make_flux(), "factor=4", dim=4, network_type="lokr").describe()
+    assert re.search(r"w1 4x4, rank 4 +alpha 4 ", some)
+    with pytest.raises(UserError, match="decompose_both=True: full_matrix=True decomposes neither"):
+        inject(make_flux(), "full_matrix=True", "decompose_both=True", network_type="lokr")
 
 
 ATTENTION = r"include_patterns=.*attn\.to_[qkv]"
@@ -363,7 +400,7 @@ def test_patterns_may_be_bare_quoted_or_a_list(text: str, patterns: tuple[str, .
     ("argument", "message"),
     [
         ("img_atn_dim=4", "unknown key 'img_atn_dim'; did you mean 'img_attn_dim'?"),
-        ("zzz=4", "unknown key 'zzz'; known keys: decompose_both, exclude_patterns, factor, img_attn_dim"),
+        ("zzz=4", "unknown key 'zzz'; known keys: decompose_both, exclude_patterns, factor, full_matrix, img_attn_dim"),
         ("rank_dropout", "'rank_dropout' is not of the form key=value; write it like rank_dropout=0.1"),
         ("rank_dropout=1.0", "rank_dropout=1.0: must be a number of at least 0 and below 1"),
         ("module_dropout=-1", "module_dropout=-1: must be a number of at least 0 and below 1"),

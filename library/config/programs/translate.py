@@ -24,7 +24,8 @@ row has
 
 and ``without`` are groups of keys that have no counterpart. What no row translates gets a line: nothing is dropped.
 Beside the rows, ``entry`` are keys that decide what the table they stand in is: with a refused value all of it is left
-out. ``inherits`` are keys that hold for datasets that lack them, ``always`` is what holds for each dataset, ``flags``
+out. ``dataset_file`` is the key of a file of datasets, ``files`` are those of others: their keys stand below the given
+one. ``inherits`` are keys that hold for datasets that lack them, ``always`` is what holds for each dataset, ``flags``
 what options within prompts are called here, ``env`` what variables of a file of settings are called in other files.
 """
 
@@ -74,17 +75,18 @@ def translate_foreign(program: str, text: str, path: Path) -> Translated:
         UserError: one of them cannot be read.
     """
     tables = read_toml(Path(__file__).with_name(f"{program.lower()}.toml"))[0] | {"program": program}
-    listed, file, names = tables["datasets"], tables.get("dataset_file", ""), tables.get("env", {})
+    listed, names = tables["datasets"], tables.get("env", {})
     data = _parsed(text, path, names)
     called = {names.get(key, key.lower()): key for key in re.findall(r"\b[A-Z_0-9]+(?=\s*\+?=)", text) if names}
     given = _leaves(data, path, listed if isinstance(data, list) else "", tables.get("root", ""))
     found = Translated(None if isinstance(data, list) else {}, [], {}, [])
-    named = str(given.get(file) or "")
-    for place in (Path(named), path.parent / named, path.parent / PureWindowsPath(named).name):
-        if file in given and place.is_file() and not any(key.startswith(f"{listed}.") for key in given):
-            given |= _leaves(_parsed(read_text(place), place), place, listed)
-            found.notes.append(Note(file, "accepted", f"{place} is translated too"))
-            del given[file]
+    for file, below in _files(tables).items():
+        named = str(given.get(file) or "")
+        for place in (Path(named), path.parent / named, path.parent / PureWindowsPath(named).name):
+            if file in given and place.is_file() and not any(key.startswith(f"{below}.") for key in given):
+                given |= _leaves(_parsed(read_text(place), place), place, below)
+                found.notes.append(Note(file, "accepted", f"{place} is translated too"))
+                del given[file]
     for tag, key in tables.get("tags", {}).items():
         meant = json.dumps(str(given.get(key) or tag))[1:-1]
         given = json.loads(json.dumps(given, default=str).replace(tag, meant))
@@ -106,11 +108,16 @@ def translate_foreign(program: str, text: str, path: Path) -> Translated:
     return found
 
 
-def dataset_file(program: str, text: str, path: Path) -> str:
-    """Return the file of datasets that ``text`` names, which :func:`translate_foreign` reads too; "" if none."""
+def files_read(program: str, text: str, path: Path) -> list[str]:
+    """Return the files that ``text`` names, of datasets or settings, which :func:`translate_foreign` reads too."""
     tables = read_toml(Path(__file__).with_name(f"{program.lower()}.toml"))[0]
     given = _leaves(_parsed(text, path, tables.get("env", {})), path, "", tables.get("root", ""))
-    return str(given.get(tables.get("dataset_file", "")) or "")
+    return [str(given[file]) for file in _files(tables) if given.get(file)]
+
+
+def _files(tables: Mapping[str, Any]) -> dict[str, str]:
+    """Return the key of each file that is read too -> the key below which its own stand."""
+    return {tables["dataset_file"]: tables["datasets"]} | tables.get("files", {}) if "dataset_file" in tables else {}
 
 
 def _parsed(text: str, path: Path, names: Mapping[str, str] | None = None) -> Any:

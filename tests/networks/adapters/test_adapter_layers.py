@@ -9,7 +9,7 @@ import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from library.nn.frozen_linear import project_recomputed, project_together
+from library.nn.frozen_linear import FrozenLinear, project_recomputed, project_together
 from library.precision.linear import QuantizedLinear
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear
@@ -104,6 +104,42 @@ def test_lokr_is_pefts_forward_and_backward(factor: int, both: bool, rank: int) 
         parameter.data.copy_(own[name])
     results = [grads(layer, inputs(), p) for layer, p in ((ours, own), (theirs, parameters))]
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)  # fp32 sums in another order
+
+
+SIZES = [(24, 32), (32, 24), (30, 30), (7, 36), (36, 1)]
+
+
+@pytest.mark.parametrize(("columns", "rows"), SIZES)
+@pytest.mark.parametrize("options", [{"full_matrix": True}, {"dim": 1}, {"dim": 1, "decompose_both": True}])
+@pytest.mark.parametrize("factor", [-1, 1, 4, 5])
+def test_lokr_is_the_kronecker_product_of_its_file(columns: int, rows: int, options: dict, factor: int) -> None:
+    """Forward and all gradients against the [out, in] matrix in float64, whichever product comes first."""
+    layer = make("lokr", nn.Linear(columns, rows).requires_grad_(False), factor=factor, **options).double()
+    own = layer.trained()
+    assert layer.is_full == ({"lokr_w1", "lokr_w2"} == own.keys())
+    assert layer.is_full or "full_matrix" not in options
+    x = torch.randn(2, 5, columns, dtype=torch.float64, requires_grad=True)
+    sides = [own[n] if n in own else own[f"{n}_a"] @ own[f"{n}_b"] for n in ("lokr_w1", "lokr_w2")]
+    assert len(sides[0]) <= len(sides[1])
+    update = torch.kron(*sides) * (1 if layer.is_full else ALPHA / layer.rank)
+    expected = nn.functional.linear(x, layer.base.weight + update, layer.base.bias)
+    weights = torch.randn_like(expected)
+    wanted = torch.autograd.grad((expected * weights).sum(), [x, *own.values()])
+    found = layer(x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), [x, *own.values()]), wanted)
+
+
+def test_a_full_lokr_saves_its_input_alone() -> None:
+    """As large as x, w1 x is made again in backward: a LoRA saves x too, and little besides."""
+    saved = {}
+    for kind, options in (("lokr", {"full_matrix": True, "factor": 4}), ("lora", {})):
+        layer, x, kept = make(kind, FrozenLinear.adopt(linear()), **options), inputs(512).requires_grad_(), set[int]()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.add(t.numel()) or t, lambda t: t):
+            layer(x)
+        saved[kind] = max(kept), sum(size for size in kept if size > IN * OUT)
+    assert saved["lokr"] == (x.numel(), x.numel())
+    assert saved["lora"][0] == x.numel()
 
 
 def test_loha_is_pefts_forward_and_backward() -> None:
