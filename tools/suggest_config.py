@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--control_directory", type=Path, metavar="DIR", help="edit: the images before, of a folder")
     parser.add_argument("--trigger_word", help="subject, style: the word that will call it up")
     parser.add_argument("--class_word", help="subject: the word for what it is (person, dog)")
+    parser.add_argument("--network_type", choices=["lora", "lokr"], default="lora", help="kind of adapter")
     parser.add_argument("--gpu_memory", type=memory, help="GiB of the card, or cpu; default: this machine's card")
     parser.add_argument("--save_to", type=Path, metavar="DIR", help="folder to write into")
     parser.add_argument("--overwrite", action="store_true", help="replace what was written there before")
@@ -59,7 +60,6 @@ answer_early(__name__, lambda: parser().parse_args())
 
 import torch
 
-from library.config.family_defaults import presets
 from library.data.captions import has_word
 from library.training import suggestion
 from library.training.memory.budget import GIB
@@ -125,7 +125,7 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
     if old and not options.overwrite:
         raise UserError(f"{old[0]}: exists; choose another --save_to or give --overwrite")
     others = (options.control_directory, options.trigger_word, options.class_word, gpu_memory, save_to)
-    return suggestion.Answers(kind, model, model_type, parts, images, *others), arguments
+    return suggestion.Answers(kind, model, model_type, parts, images, *others, options.network_type), arguments
 
 
 @exit_on_user_error
@@ -134,11 +134,12 @@ def main() -> None:
     answered, arguments = answers(parser().parse_args())
     remarks = suggestion.remarks(answered)
     chosen = suggestion.choose_memory(answered.model_type, answered.model, arguments, answered.gpu_memory)
-    found, values = suggestion.summarise_dataset(answered), presets(answered.model_type)
+    found, values = suggestion.summarise_dataset(answered), answered.presets
     for name, text in suggestion.suggest(answered, found, chosen).items():  # config.toml names the other: the last
         write_text(answered.save_to / name, text)
     settings = [f"{key} = {value}" for key, value in chosen.settings.items()] or ["nothing quantised or swapped"]
-    training = (f"{key} = {values[key][0]}" for key in ("network_dim", "learning_rate", "max_train_steps"))
+    size = "network_dim" if answered.network_type == "lora" else "network_args"
+    training = (f"{key} = {values[key][0]}" for key in (size, "learning_rate", "max_train_steps"))
     print(f"model     {answered.model}: {answered.model_type}")
     print(*(f"          {line}" for line in remarks), sep="\n", end="\n" * bool(remarks))
     width, height = found.resolution
@@ -151,6 +152,8 @@ def main() -> None:
     print(f"training  {', '.join(training)}")
     if painted := suggestion.painted_first(answered, found):
         print(f"first     {painted}")
+    if answered.network_type != "lora" and answered.gpu_memory:
+        print(f"note: memory is counted with a LoRA; {suggestion.COUNTED_WITH_LORA}")
     print(*(f"note: {line}" for line in found.notes), sep="\n", end="\n" * bool(found.notes))
     if missing := found.without_caption:
         print(f"note: {missing} without a caption; write them, or run: {suggestion.captioner(answered.images)}")

@@ -27,15 +27,23 @@ def tables() -> dict[str, Any]:
     return read_toml(Path(__file__).with_name("presets.toml"), "restore it")[0]
 
 
-def presets(model_type: str) -> dict[str, tuple[Any, str]]:
-    """Return key -> value and comment for a family: its own, then what it takes from the group it is like."""
+def presets(group: str) -> dict[str, tuple[Any, str]]:
+    """Return key -> value and comment for a family: its own, then what it takes from the group it is like.
+
+    Of "lokr/flux" what is published of such adapters comes first, then what is of the family's LoRAs.
+    """
+    kind, _, family = group.rpartition("/")
+    return _chain("presets", family) | (_chain(kind, family) if kind else {})
+
+
+def _chain(table: str, group: str) -> dict[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {}
-    group, whose = model_type, ""
+    whose, model_type = "", group
     while group:
-        rows = tables()["presets"][group]
+        of_family, rows = tables()["presets"][group], tables()[table].get(group, {})
         values = {key: (row["value"], whose + _sources(row)) for key, row in rows.items() if isinstance(row, dict)}
-        found, group = values | found, rows.get("like", "")
-        if rows.get("nearest"):
+        found, group = values | found, of_family.get("like", "")
+        if of_family.get("nearest"):
             whose = f"no trainer publishes a preset for {model_type}; of {group}, the nearest:\n"
         whose = "" if group == "all" else whose
     return found
@@ -47,9 +55,11 @@ def family_defaults(model_type: str) -> dict[str, Any]:
     return {key: value for key, (value, _) in presets(model_type).items()}
 
 
-def preset_group(model_type: str, train_on: object = None) -> str:
-    """Return the group of ``presets.toml`` that a training follows: preferences take a lower rate than texts."""
-    return "preferences" if train_on == "preferences" else model_type
+def preset_group(model_type: str, train_on: object = None, network_type: object = None) -> str:
+    """Return the group of ``presets.toml`` that a training follows: preferences and LoKr have rates of their own."""
+    if train_on == "preferences":
+        return "preferences"
+    return f"lokr/{model_type}" if network_type == "lokr" else model_type
 
 
 def settled(section: BaseModel, model_type: str = "flux", kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -74,7 +84,8 @@ def settle(config: BaseModel, kept: Mapping[str, Any] | None = None) -> None:
     They stay unset: the configuration for another family, made of what was set, gets the defaults of that.
     """
     train_on = getattr(getattr(config, "chat", None), "train_on", None)
-    group = preset_group(config.model.model_type, train_on)  # type: ignore[attr-defined]
+    network_type = getattr(getattr(config, "network", None), "network_type", None)
+    group = preset_group(config.model.model_type, train_on, network_type)  # type: ignore[attr-defined]
     for name in type(config).model_fields:
         section = getattr(config, name)
         if found := settled(section, group, kept):

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from library.config.family_defaults import presets, tables
+from library.config.family_defaults import preset_group, presets, tables
 from library.config.kinds import kind_of, model_type_of, refuse_no_model
 from library.config.model_layouts import pipeline_of
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
@@ -41,6 +41,7 @@ from library.training.sampling import painting
 from library.training.sampling.prompts import SamplePrompt, not_above, usual_prompt
 
 Kind = Literal["subject", "style", "edit"]
+COUNTED_WITH_LORA = "of full matrices with more parameters count it: python tools/plan_memory.py config.toml"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,12 @@ class Answers:
     class_word: str | None
     gpu_memory: int | None
     save_to: Path
+    network_type: Literal["lora", "lokr"] = "lora"
+
+    @property
+    def presets(self) -> dict[str, tuple[Any, str]]:
+        """Key -> value and comment, as ``presets.toml`` has them for the family and the kind of adapter."""
+        return presets(preset_group(self.model_type, network_type=self.network_type))
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,7 @@ def captioner(images: Path) -> str:
 
 def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, str]:
     """Return file name -> text: the dataset TOML of a folder, and the configuration."""
-    values, folder = presets(answers.model_type), answers.images.is_dir()
+    values, folder = answers.presets, answers.images.is_dir()
     usual = SubsetSettings(validation_split="auto").held_out(len(found.samples))
     held_out = usual if folder else found.held_out
     pairs = [one for one in found.samples if one.caption and " --" not in one.caption][:3]  # options begin with it
@@ -236,7 +243,8 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, s
 
     sample, known = usual_sample(answers, found), find_published(answers.model)
     is_distilled = sample.steps != values["sample_steps"][0]
-    chosen = {key: (value, memory.describe()) for key, value in memory.settings.items()}
+    told = memory.describe() + ("" if answers.network_type == "lora" else f" with a LoRA; {COUNTED_WITH_LORA}")
+    chosen = {key: (value, told) for key, value in memory.settings.items()}
     how: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     jinja = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, **how)
     jinja.filters |= {"toml": _toml, "comment": _comment}

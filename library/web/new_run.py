@@ -66,7 +66,7 @@ Command = tuple[list[str], dict[str, str]]  # words of a job, and its files
 _BASICS = {
     "Model": "model_type pretrained_model_name_or_path ae clip_l t5xxl vae text_encoder tokenizer preset init_from",
     "What it learns from": "dataset_config trigger_word train_data data_dir train_batch_size",
-    "Training": "network_dim network_alpha learning_rate optimizer_type max_train_steps max_train_epochs",
+    "Training": "network_type network_dim network_alpha learning_rate optimizer_type max_train_steps max_train_epochs",
     "What is written": "output_dir output_name save_every_n_steps sample_prompts sample_every_n_steps",
     "Memory": "mixed_precision memory gradient_checkpointing fp8_scaled fp8_text_encoder blocks_to_swap",
 }
@@ -131,11 +131,12 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
 
 def _of_family(values: Values, script: Script[Any]) -> dict[str, str]:
     """Return what the options that are the family's to say are for the chosen model, where they are unset."""
-    group, found = preset_group(str(values.get("model_type")), values.get("train_on")), dict[str, Any]()
+    name, found = str(values.get("model_type")), dict[str, Any]()
+    known = name if name in tables()["presets"] else "flux"
+    group = preset_group(known, values.get("train_on"), values.get("network_type"))
     for section in sections(script).values():
         given: Values = {key: str(values[key]) for key in section_fields(script, section) if key in values}
-        known = group if group in tables()["presets"] else "flux"
-        found |= settled(section.model_construct(**given), known)
+        found |= settled(section.model_construct(**given), group)
     return {key: f"{FAMILY}: {shown(value)}" for key, value in found.items()}
 
 
@@ -501,6 +502,7 @@ def _suggestion(site: Site, form: Form) -> Command:
     kind, model = str(form.get("kind")), str(values["pretrained_model_name_or_path"])
     card = form.get("gpu_memory") or ("" if cards(3600) else "cpu")
     given = {"kind": kind, "model": model, "images": values["dataset_config"], "gpu_memory": card}
+    given |= {"network_type": form.get("adapter")}
     if kind == "subject" and not form.get("class_word"):
         raise UserError("What it is: is needed for a subject; fill it in, such as person or dog")
     given |= {"class_word": form.get("class_word")} if kind == "subject" else {}

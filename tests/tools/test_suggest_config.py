@@ -28,6 +28,7 @@ from library.data.config import load_dataset_config
 from library.data.samples import scan
 from library.errors import UserError
 from library.models.family_by_name import family_class
+from library.models.registry import lora_targets
 from library.training.memory.budget import GIB
 from library.training.sampling.prompts import read_prompts
 from library.training.suggestion import (
@@ -39,6 +40,8 @@ from library.training.suggestion import (
     suggest,
     summarise_dataset,
 )
+from networks.files.readers import READERS, formats_for
+from networks.options import parse_network_args
 from tests.curves import without_curves
 from tests.runs import ROOT, call, refusal, train_flags
 from tests.tiny import save_single_files
@@ -82,10 +85,11 @@ def trained(folder: Path) -> Path:
 
 
 def rows() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for group, keys in TABLES["presets"].items():
-        for key, row in keys.items():
-            if isinstance(row, dict):
-                yield group, key, row
+    for table in ("presets", "lokr"):
+        for group, keys in TABLES[table].items():
+            for key, row in keys.items():
+                if isinstance(row, dict):
+                    yield group, key, row
 
 
 def numbers(text: str) -> set[float]:
@@ -105,7 +109,7 @@ def test_every_value_stands_in_the_preset_that_it_cites(subtests: pytest.Subtest
     for group, key, row in rows():
         with subtests.test(f"{group}: {key}"):
             if "source" not in row:
-                if key == "timestep_sampling":  # "auto" is the model's own
+                if key in ("timestep_sampling", "save_format"):  # "auto" is the model's own; of LoKr: see below
                     continue
                 assert key in ("control_resolution", "no_resize_control")
                 path = re.search(r"configs/[\w/]+\.toml", TABLES["presets"][group]["control_resolution"]["note"])
@@ -125,6 +129,9 @@ def test_every_value_stands_in_the_preset_that_it_cites(subtests: pytest.Subtest
                 assert value.lower() in says.lower()
             elif isinstance(value, bool):
                 assert str(value).lower() in says.lower()
+            elif key == "network_args":  # full_matrix is the trainers' lokr_full_rank, or has its name
+                assert numbers(value[1]) <= numbers(says)
+                assert re.search('full_(rank|matrix)"?: true', says)
             else:
                 assert set(value if isinstance(value, list) else [value]) <= numbers(says)
 
@@ -179,6 +186,31 @@ def test_a_larger_card_is_never_told_to_save_more(subtests: pytest.Subtests) -> 
 
 
 # ---- what is written
+
+
+@pytest.mark.parametrize("model_type", IMAGE_MODELS)
+def test_a_lokr_is_suggested_as_published(model_type: str, tmp_path: Path) -> None:
+    """Full matrices, the LoKr's own rate (Krea 2's LoRA has three times that), a layout that ComfyUI reads."""
+    conditioning = family_class(model_type).conditioning
+    kind, controls = ("edit", tmp_path / "before") if conditioning == "references" else ("style", None)
+    shutil.copytree(IMAGES, tmp_path / "before")
+    given = Answers(kind, "m", model_type, {}, Path(IMAGES), controls, None, None, 48 * GIB, tmp_path, "lokr")
+    for name, text in suggest(given, summarise_dataset(given), choose_memory(model_type, "m", {}, 48 * GIB)).items():
+        (tmp_path / name).write_text(text)
+    config = load_config(["--config_file", str(tmp_path / "config.toml")])
+    targets = lora_targets()[model_type]
+    options = parse_network_args(config.network, targets)
+    assert (options.kind, options.full_matrix, options.factor) == ("lokr", True, 4 if "flux2" in model_type else
+                                                                  4 if "flux3" in model_type else 8)  # fmt: skip
+    unset = load_config(["--model_type", model_type, "--pretrained_model_name_or_path", "m", "--dataset_config", "d",
+                         "--network_type", "lokr"])  # fmt: skip
+    assert config.optimizer.learning_rate == unset.optimizer.learning_rate == 1e-4
+    names = options.trained_layers(targets, {"transformer"})
+    comfy = next(reader for reader in READERS if reader.name == "ComfyUI")
+    read = formats_for(comfy, names, targets, "lokr")
+    assert config.saving.save_format in read or not read  # FLUX.3's none reads
+    if conditioning == "none":
+        assert "network_dim =" not in (tmp_path / "config.toml").read_text()
 
 
 @pytest.mark.parametrize("model_type", IMAGE_MODELS)
