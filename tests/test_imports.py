@@ -18,7 +18,6 @@ FAMILIES = {row.family.partition(":")[0] for row in MODEL_TYPES.values() if row.
 BY_NAME = {
     "library.models.family_by_name": FAMILIES,
     "library.precision.files.int8": set(),  # other programs' alone, here and in the next
-    "library.models.registry": {*(f"{spec.rpartition('.')[0]}.files" for spec in FAMILIES), "library.models.llm.files"},
     "library.training.memory.dry_run": set(),
     "library.training.optim.factory": {row.module for row in OPTIMIZERS.values()},
 }
