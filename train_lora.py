@@ -39,9 +39,8 @@ def train(config: TrainConfig | ChatTrainConfig) -> Run:
     Raises:
         UserError: anything in the configuration, the data or the model files that a user can fix.
     """
-    from library.training.tasks.chat_lora import ChatLora
+    from library.training.tasks.chat_lora import ChatLora, PreferenceLora
     from library.training.tasks.image_lora import ImageLora
-    from library.training.tasks.preference_lora import PreferenceLora
     from library.training.trainer import train as train_task
 
     if not isinstance(config, ChatTrainConfig):

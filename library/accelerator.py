@@ -44,12 +44,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._triton import has_triton_package
 from torch.utils.data import DataLoader
 
-from library.config.run_schema import (
-    AccelerateConfig,
-    LoggingConfig,
-    ParallelConfig,
-    SavingConfig,
-)
+from library.config.run_schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig
 from library.config.schema import TrainingConfig
 from library.errors import UserError
 

@@ -24,14 +24,7 @@ from library import __version__
 from library.checksums import weights_fingerprint
 from library.errors import UserError, counted, exit_on_user_error
 from library.models.hub import find_model
-from tools.command import (
-    add_lora_output,
-    check_lora_output,
-    count,
-    device_and_dtype,
-    show_progress,
-    tool_parser,
-)
+from tools.command import add_lora_output, check_lora_output, count, device_and_dtype, show_progress, tool_parser
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets

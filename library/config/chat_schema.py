@@ -10,24 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from library.config import run_schema
 from library.config.markers import MUST_MATCH, Batch, Fraction, NotNegative, OnlyWith, Pairs, Positive, Section, Size
 from library.config.model_types import LANGUAGE_MODELS
-from library.config.run_schema import (
-    SAMPLED,
-    AccelerateConfig,
-    HubConfig,
-    LoggingConfig,
-    ParallelConfig,
-    SamplingConfig,
-    SavingConfig,
-)
-from library.config.schema import (
-    PREFERENCES,
-    NetworkConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrainingConfig,
-)
+from library.config.run_schema import SAMPLED
+from library.config.schema import PREFERENCES, NetworkConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 
 _TALKS = OnlyWith(train_data=True)
 _ALONE = OnlyWith(", whose pairs stay side by side", train_on=("assistant", "all"))
@@ -104,7 +91,7 @@ class ChatDataConfig(ConversationsConfig):
     )
 
 
-class ChatSamplingConfig(SamplingConfig):
+class ChatSamplingConfig(run_schema.SamplingConfig):
     """Answers before, during and after training."""
 
     sample_prompts: list[str] = Field([], description="user messages; the model's answers are written as text")
@@ -138,10 +125,10 @@ class ChatTrainConfig(Section):
     network: NetworkConfig = NetworkConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
-    saving: SavingConfig = SavingConfig()
-    hub: HubConfig = HubConfig()
+    saving: run_schema.SavingConfig = run_schema.SavingConfig()
+    hub: run_schema.HubConfig = run_schema.HubConfig()
     sampling: ChatSamplingConfig = ChatSamplingConfig()
     validation: ChatValidationConfig = ChatValidationConfig()
-    logging: LoggingConfig = LoggingConfig()
-    accelerate: AccelerateConfig = AccelerateConfig()
-    parallel: ParallelConfig = ParallelConfig()
+    logging: run_schema.LoggingConfig = run_schema.LoggingConfig()
+    accelerate: run_schema.AccelerateConfig = run_schema.AccelerateConfig()
+    parallel: run_schema.ParallelConfig = run_schema.ParallelConfig()

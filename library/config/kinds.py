@@ -9,7 +9,7 @@ the dataset has control images.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +116,7 @@ def model_type_of(values: Mapping[str, Any], ask: Ask | None = None) -> tuple[st
         refuse_no_model(model)
         if ask is None and not kind.is_here:  # who reads the model says so
             return None, lines
-        raise UserError(f"nothing tells what kind of model {model} is; give one of {_titles()}, or set model_type")
+        raise UserError(f"nothing tells what kind of model {model} is; give one of {titles()}, or set model_type")
     edits = names_key(values.get("dataset_config"), "control_directory")
     found = given or kind.choose(edits)
     editing = [name for name in kind.likely if MODEL_TYPES[name].conditioning == "references"]
@@ -152,11 +152,12 @@ def refuse_no_model(model: str) -> None:
     other, found = unsupported(names), recognise_below(names)[1]
     if what := f"{other} checkpoint" if other else found.name * (found is not UNKNOWN):
         article = "an" if what[0] in "aeiouE" else "a"
-        raise UserError(f"{model}: {article} {what}; give a transformer of one of {_titles()}")
+        raise UserError(f"{model}: {article} {what}; give a transformer of one of {titles()}")
 
 
-def _titles() -> str:
-    return ", ".join(dict.fromkeys(MODEL_TYPES[name].title for name in IMAGE_MODELS))
+def titles(names: Iterable[str] = IMAGE_MODELS) -> str:
+    """Return what the families of several values of ``model_type`` are called."""
+    return ", ".join(dict.fromkeys(MODEL_TYPES[name].title for name in names))
 
 
 def _distilled(model: str, values: Mapping[str, Any], kind: Kind) -> Iterator[str]:

@@ -25,22 +25,8 @@ from library.config.markers import (
     Size,
 )
 from library.config.optimizer_types import estimates_step_size
-from library.config.run_schema import (
-    SAMPLED,
-    AccelerateConfig,
-    HubConfig,
-    LoggingConfig,
-    ParallelConfig,
-    SavingConfig,
-)
-from library.config.schema import (
-    NOT_IN_EPOCHS,
-    LeastRate,
-    OptimizerConfig,
-    Scheduler,
-    SharedTrainingKeys,
-    WarmUp,
-)
+from library.config.run_schema import SAMPLED, AccelerateConfig, HubConfig, LoggingConfig, ParallelConfig, SavingConfig
+from library.config.schema import NOT_IN_EPOCHS, LeastRate, OptimizerConfig, Scheduler, SharedTrainingKeys, WarmUp
 
 _ADAM_BETAS = "betas=0.9,0.95"  # of GPT-3 (arXiv 2005.14165) and Llama; torch's 0.999 is slow to forget early steps
 _TUNING_RATE = 2e-5  # of Llama 2's chats (arXiv 2307.09288), TRL's SFTConfig and torchtune's full_finetune recipes

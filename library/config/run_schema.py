@@ -9,16 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from library.config.markers import (
-    MUST_MATCH,
-    Above,
-    Batch,
-    OnlyFor,
-    OnlyWith,
-    Positive,
-    Section,
-    Size,
-)
+from library.config.markers import MUST_MATCH, Above, Batch, OnlyFor, OnlyWith, Positive, Section, Size
 from library.errors import UserError
 from library.files import find_bad_name
 

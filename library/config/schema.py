@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from library.config import run_schema
 from library.config.family_defaults import FAMILY, KIND
 from library.config.kinds import likely_type
 from library.config.markers import (
@@ -37,16 +38,7 @@ from library.config.markers import (
     sorted_pairs,
 )
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
-from library.config.run_schema import (
-    IMAGES,
-    AccelerateConfig,
-    HubConfig,
-    LoggingConfig,
-    ParallelConfig,
-    SamplingConfig,
-    SavingConfig,
-    ValidationConfig,
-)
+from library.config.run_schema import IMAGES
 
 
 def _lasting_arguments(pairs: list[str]) -> list[str]:
@@ -578,10 +570,10 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     flow: FlowConfig = FlowConfig()
-    saving: SavingConfig = SavingConfig()
-    hub: HubConfig = HubConfig()
-    sampling: SamplingConfig = SamplingConfig()
-    validation: ValidationConfig = ValidationConfig()
-    logging: LoggingConfig = LoggingConfig()
-    accelerate: AccelerateConfig = AccelerateConfig()
-    parallel: ParallelConfig = ParallelConfig()
+    saving: run_schema.SavingConfig = run_schema.SavingConfig()
+    hub: run_schema.HubConfig = run_schema.HubConfig()
+    sampling: run_schema.SamplingConfig = run_schema.SamplingConfig()
+    validation: run_schema.ValidationConfig = run_schema.ValidationConfig()
+    logging: run_schema.LoggingConfig = run_schema.LoggingConfig()
+    accelerate: run_schema.AccelerateConfig = run_schema.AccelerateConfig()
+    parallel: run_schema.ParallelConfig = run_schema.ParallelConfig()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
@@ -120,13 +120,7 @@ def check(
                 findings.append(Finding("lines", tuple(source.image.path for source in some), text))
             captions += [(one.image.path, one.caption, subset.settings) for one in sources if not one.is_refused]
             images |= {source.image.path: source.image for source in sources}
-    by_content: dict[str, list[str]] = defaultdict(list)
-    for path, file in images.items():
-        if file.content is not None:
-            by_content[file.content].append(path)
-    same = [paths for paths in by_content.values() if len(paths) > 1]
-    findings += [Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file") for paths in same]
-    findings += [*_captions(captions), *_trigger_words(captions)]
+    findings += [*_duplicates(images), *_captions(captions), *_trigger_words(captions)]
     findings += long_captions(captions, too_long, config.arguments.caption_variants)
     how = {"seed": seed, "pixel_multiple": pixel_multiple, "regular_share": share or None}
     trained, refused = _scanned(config, known, findings, **how)
@@ -135,6 +129,16 @@ def check(
     sizes = [f"{config.datasets[number].where}: {text}" for number, text in trained.sizes.items()]
     samples = (*trained.train, *trained.held_out)
     return Report(len(images), findings, (*notes, *trained.unused), tuple(sizes), samples, refused)
+
+
+def _duplicates(images: Mapping[str, SourceFile]) -> Iterator[Finding]:
+    by_content: dict[str, list[str]] = defaultdict(list)
+    for path, file in images.items():
+        if file.content is not None:
+            by_content[file.content].append(path)
+    for paths in by_content.values():
+        if len(paths) > 1:
+            yield Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file")
 
 
 def refuse_damaged(config: DatasetConfig, start: Start) -> None:

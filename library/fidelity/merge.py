@@ -32,12 +32,7 @@ from networks.files.adapters import AdapterFile
 from networks.files.base import Base, check_target, folder_copy, open_base
 from networks.files.weights import AdapterWeights, FullWeights
 from networks.merging.low_rank import combine_loras
-from networks.merging.merge import (
-    LoraSource,
-    base_notes,
-    plan_updates,
-    read_sources,
-)
+from networks.merging.merge import LoraSource, base_notes, plan_updates, read_sources
 from networks.merging.quantized import QuantizedMerge, rounding_retention
 from networks.network import attach_lora
 

@@ -19,12 +19,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from library.fidelity.distilled import Distilled
-from library.fidelity.figures import (
-    as_data_uri,
-    image_rows,
-    picture_rows,
-    server_pictures,
-)
+from library.fidelity.figures import as_data_uri, image_rows, picture_rows, server_pictures
 from library.fidelity.findings import CAUSES, REMEDIES, as_sentence
 from library.fidelity.fixes import FIX_COLUMNS, fix_rows
 from library.fidelity.remedies import Remedy

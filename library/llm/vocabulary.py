@@ -29,10 +29,7 @@ from library.errors import UserError
 from library.files import read_json, write_text
 from library.llm.conversion import read_text_files, write_transformers
 from library.llm.tokenizer_files import load_tokenizer
-from library.llm.tokenizers import (
-    TOKENIZER_CONFIG,
-    Tokenizer,
-)
+from library.llm.tokenizers import TOKENIZER_CONFIG, Tokenizer
 from library.models.llm.files import TransformersFiles, hf_names
 from library.safetensors_io import RowRange
 

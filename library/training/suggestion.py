@@ -21,7 +21,7 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from library.config.family_defaults import preset_group, presets, tables
-from library.config.kinds import kind_of, model_type_of, refuse_no_model
+from library.config.kinds import kind_of, model_type_of, refuse_no_model, titles
 from library.config.model_layouts import pipeline_of
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.published_models import MODEL, Fit, find_published, fit, fits, named_distilled
@@ -127,12 +127,8 @@ def _not_for(
     other = "--kind subject or style" if kind == "edit" else "--kind edit"
     other += ", leave --model_type out" * (given not in (None, *names))
     return UserError(
-        f"--kind {kind}: {model} is {names[0]}, which is not for it; take {other}, or a model of {_titles(able)}"
+        f"--kind {kind}: {model} is {names[0]}, which is not for it; take {other}, or a model of {titles(able)}"
     )
-
-
-def _titles(names: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(MODEL_TYPES[name].title for name in names))
 
 
 def choose_memory(model_type: str, model: str, arguments: Mapping[str, Any], gpu_memory: int | None) -> Fit:

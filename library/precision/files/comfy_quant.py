@@ -26,13 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from library.errors import UserError
-from library.precision.files.base import (
-    HIGH_PRODUCTS,
-    QuantizedWeight,
-    Scheme,
-    StoredWeight,
-    runs_of,
-)
+from library.precision.files.base import HIGH_PRODUCTS, QuantizedWeight, Scheme, StoredWeight, runs_of
 from library.precision.files.cut_weight import CutWeight
 from library.precision.files.file_tensors import FileTensors
 from library.precision.names import LayoutKind

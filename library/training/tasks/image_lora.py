@@ -28,13 +28,7 @@ from library.config.markers import resume_keys
 from library.config.rules import reason_alone
 from library.config.schema import DatasetArguments, TrainConfig, TrainingConfig
 from library.console import Console
-from library.data.batches import (
-    Batch,
-    DataParallelRank,
-    EpochBatchSampler,
-    RaisingLoader,
-    collate_or_error,
-)
+from library.data.batches import Batch, DataParallelRank, EpochBatchSampler, RaisingLoader, collate_or_error
 from library.data.cache import TextJob, absent, discard_damaged
 from library.data.caption_command import write_captions
 from library.data.dataset import (

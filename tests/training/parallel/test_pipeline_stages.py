@@ -18,12 +18,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from library.accelerator import build_accelerator, device_mesh
-from library.config.run_schema import (
-    AccelerateConfig,
-    LoggingConfig,
-    ParallelConfig,
-    SavingConfig,
-)
+from library.config.run_schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig
 from library.config.schema import NetworkConfig, TrainingConfig
 from library.data.batches import Batch
 from library.errors import UserError

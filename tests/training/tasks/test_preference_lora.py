@@ -15,8 +15,8 @@ from torch import Tensor
 from library.data.batches import DataParallelRank
 from library.errors import UserError
 from library.llm.chat_batches import PairSampler
+from library.training.tasks.chat_lora import PreferenceLora
 from library.training.tasks.dpo import REWARDS
-from library.training.tasks.preference_lora import PreferenceLora
 from tests.chat_runs import adapter, preferring, run
 from tests.models.llm.lms import write_reference
 from tests.runs import metrics, same
