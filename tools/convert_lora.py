@@ -1,4 +1,4 @@
-"""Convert a LoRA file from one key layout to another, with the same update in every layer.
+"""Convert a LoRA, LoKr or LoHa file from one key layout to another, with the same update in every layer.
 
     python tools/convert_lora.py --lora mine.safetensors --save_to for_comfyui.safetensors --save_format comfy
     python tools/convert_lora.py --lora peft_folder --save_to mine.safetensors --save_format kohya --save_precision bf16
@@ -24,7 +24,7 @@ from tools.command import add_lora_output, check_lora_output, tool_console, tool
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets
-    from networks.files.adapters import LoraFile
+    from networks.files.adapters import AdapterFile
 
 
 def convert(
@@ -34,7 +34,7 @@ def convert(
     precision: str | None = None,
     model_type: str | None = None,
     overwrite: bool = False,
-) -> tuple[LoraTargets, LoraFile, LoraFile, float]:
+) -> tuple[LoraTargets, AdapterFile, AdapterFile, float]:
     """Write ``source`` to ``target`` in ``save_format``; return both as read, and how far their updates differ.
 
     Args:
@@ -50,29 +50,33 @@ def convert(
     """
     import torch
 
-    from networks.files.adapters import load_lora
+    from networks.files.adapters import load_trainable
     from networks.files.detection import load_loras
     from networks.files.metadata import ADAPTER_METADATA_KEY
-    from networks.files.weights import LoraWeights
+    from networks.files.verify import distance
+    from networks.files.weights import DoraWeights, LoraWeights
     from networks.files.writing import save_adapter, widest_precision
-    from networks.merging.low_rank import relative_difference
 
     if target.exists() and source.exists() and target.resolve() == source.resolve():
         raise UserError(f"{target}: is the source itself; choose another --save_to")
     check_lora_output(target, overwrite)
-    targets, (read,) = load_loras([source], model_type)
+    targets, (read,) = load_loras([source], model_type, load_trainable)
+    if doras := [name for name, weights in read.weights.items() if isinstance(weights, DoraWeights)]:
+        title, why = read.weights[doras[0]].title, "whose norms are others in each layout, by the base's weights"
+        raise UserError(f"{source}: {doras[0]} is a {title}, {why}; save it so from the training, or merge it")
     metadata = {key: value for key, value in read.metadata.items() if key != ADAPTER_METADATA_KEY}
     # In fp32: folding unequal scales into B must not round in the source's dtype.
-    exact = {name: LoraWeights(w.down.float(), w.up.float(), w.alpha) for name, w in read.weights.items()}
+    exact = {name: weights.to(torch.float32) for name, weights in read.weights.items()}
     save_adapter(target, exact, targets, save_format, precision or widest_precision(read.weights), metadata)
-    written = load_lora(target, targets)
+    written = load_trainable(target, targets)
     # a layer whose down-projection is zero is not kept apart inside a fused one
-    absent = {name: LoraWeights(w.down, torch.zeros_like(w.up), w.alpha) for name, w in read.weights.items()}
+    loras = {name: w for name, w in read.weights.items() if isinstance(w, LoraWeights)}
+    absent = {name: LoraWeights(w.down, torch.zeros_like(w.up), w.alpha) for name, w in loras.items()}
     after = absent | written.weights
-    return targets, read, written, max(relative_difference(w, after[name]) for name, w in read.weights.items())
+    return targets, read, written, max(distance(after[name], w) for name, w in read.weights.items())
 
 
-def summary(path: Path, read: LoraFile) -> str:
+def summary(path: Path, read: AdapterFile) -> str:
     """Return a line: file, layout, precision, layers and tensors."""
     from library.safetensors_io import read_safetensors_header
     from networks.files.metadata import weight_file

@@ -1,13 +1,16 @@
-"""Extract a LoRA from a fine-tuned model: the difference to its base, of low rank.
+"""Extract a LoRA or LoKr from a fine-tuned model: the difference to its base, of low rank.
 
     python tools/extract_lora.py --model_org flux1-dev.safetensors --model_tuned my_finetune.safetensors \\
         --save_to my_lora.safetensors --dim 32
     python tools/extract_lora.py --model_org FLUX.1-dev --model_tuned my_finetune_fp8.safetensors \\
         --save_to my_lora.safetensors --dim 128 --device cuda
+    python tools/extract_lora.py --model_org FLUX.1-dev --model_tuned my_finetune.safetensors \\
+        --save_to my_lokr.safetensors --network_type lokr --factor 8
 
-``--dim`` is the rank of every layer; ``resize_lora.py`` then gives each layer a rank of its own. The models may lie in
-different layouts (diffusers folder, original or ComfyUI's single file) and in fp8; two tensors are in memory at a time.
-At the end you see how much of the difference the LoRA keeps. Biases and norms have no place in a LoRA.
+``--dim`` is the rank of every layer, of a LoKr that of w2, which is whole without it; ``resize_lora.py`` then gives
+each layer a rank of its own. The models may lie in different layouts (diffusers folder, original or ComfyUI's single
+file) and in fp8; two tensors are in memory at a time. At the end you see how much of the difference the LoRA keeps; a
+LoKr's share stands beside that of LoRAs of as many parameters. Biases and norms have no place in either.
 """
 
 from __future__ import annotations
@@ -52,6 +55,11 @@ def extract(options: argparse.Namespace) -> Extraction:
     from networks.files.writing import SavedAs, save_derived_lora
     from networks.merging.extraction import extract_lora
 
+    is_lokr = options.network_type == "lokr"
+    if options.factor and not is_lokr:
+        raise UserError("--factor: cuts the layers of a LoKr; give --network_type lokr, or remove it")
+    if options.dim is None and not is_lokr:
+        raise UserError("--dim: a LoRA has a rank; give it")
     check_lora_output(options.save_to, options.overwrite)
     original = open_base(find_model(options.model_org, "--model_org"), "--model_org", quantized=True)
     targets = lora_targets()[options.model_type] if options.model_type else model_targets(original)
@@ -60,7 +68,8 @@ def extract(options: argparse.Namespace) -> Extraction:
         original,
         tuned,
         targets,
-        dim=options.dim,
+        dim=options.dim or sys.maxsize,
+        factor=(options.factor or 8) if is_lokr else 0,
         device=options.device or str(device_and_dtype(None)[0]),
         progress=show_progress,
     )
@@ -85,7 +94,9 @@ def main() -> None:
     parser = tool_parser(__doc__)
     parser.add_argument("--model_org", required=True, type=Path, help="base: diffusers folder, file, name on the hub")
     parser.add_argument("--model_tuned", required=True, type=Path, help="the fine-tuned model")
-    parser.add_argument("--dim", required=True, type=count, metavar="N", help="rank of every layer")
+    parser.add_argument("--network_type", choices=["lora", "lokr"], default="lora", help="default: lora")
+    parser.add_argument("--dim", type=count, metavar="N", help="rank of every layer; of a LoKr by default whole")
+    parser.add_argument("--factor", type=count, metavar="N", help="of a LoKr: w1's rows and columns (default: 8)")
     parser.add_argument("--device", help="where to decompose (default: a GPU if there is one)")
     add_lora_output(parser, "bf16")
     options = parser.parse_args()
@@ -96,6 +107,9 @@ def main() -> None:
         f"{options.save_to}: {counted(len(found.weights), 'layer')}, equal ones left out: {found.equal}; "
         f"at least {min(found.kept.values()):.2%} of each difference kept"
     )
+    if found.beside:
+        lokr, lora = (sum(kept.values()) / len(kept) for kept in (found.kept, found.beside))
+        print(f"in the mean of all layers {lokr:.2%}; LoRAs of as many parameters keep {lora:.2%}")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 def merge_into_lora(options: argparse.Namespace) -> str:
     """Merge the LoRAs into one; return what became of them, in a line."""
     from library.training.tasks.chat_lora import TEMPLATE, TEMPLATE_ARGUMENTS
+    from networks.files.adapters import load_trainable
     from networks.files.detection import load_loras
     from networks.files.writing import SavedAs, save_derived_lora
     from networks.merging.low_rank import join_loras
@@ -74,7 +75,7 @@ def merge_into_lora(options: argparse.Namespace) -> str:
     if by_svd != (options.new_rank is not None):
         raise UserError("--method svd and --new_rank go together; concat takes the sum of the ranks")
     check_lora_output(options.save_to, options.overwrite)
-    targets, files = load_loras([source.path for source in options.lora], options.model_type)
+    targets, files = load_loras([source.path for source in options.lora], options.model_type, load_trainable)
     for note in (note for file in files for note in file.notes):
         print(f"note: {note}")
     parts = [(file.weights, source.ratio) for file, source in zip(files, options.lora, strict=True)]

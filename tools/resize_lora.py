@@ -1,8 +1,9 @@
-"""Give a LoRA smaller ranks, keeping as much of its updates as they can hold.
+"""Give a LoRA or LoKr smaller ranks, keeping as much of its updates as they can hold; or make a LoRA of a LoKr or LoHa.
 
     python tools/resize_lora.py --lora my_lora.safetensors --save_to small.safetensors --new_rank 8
     python tools/resize_lora.py --lora my_lora.safetensors --save_to small.safetensors \\
         --dynamic_method sv_fro --dynamic_param 0.95 --new_rank 32
+    python tools/resize_lora.py --lora my_lokr.safetensors --save_to lora.safetensors --network_type lora --new_rank 32
 
 With ``--dynamic_method`` every layer has its own rank, ``--new_rank`` being the largest one allowed. The methods are
 those of sd-scripts, on the singular values of the layer's update:
@@ -11,7 +12,9 @@ those of sd-scripts, on the singular values of the layer's update:
     sv_cumulative  the fewest whose sum is --dynamic_param of the sum of all
     sv_ratio       all that are larger than the largest one divided by --dynamic_param
 
-The result has alpha = rank in every layer, the old scale being in the weights, so it is used at the same strength.
+The result is used at the same strength: a LoRA has alpha = rank in every layer, the old scale being in the weights; a
+LoKr keeps alpha / rank. A LoKr's rank is that of w2, and layers whose w2 would not become smaller by it stay as they
+are. ``--network_type lora`` makes LoRAs, for programs that read nothing else.
 """
 
 from __future__ import annotations
@@ -33,17 +36,18 @@ if TYPE_CHECKING:
 
 def resize(options: argparse.Namespace) -> list[ResizedLayer]:
     """Write the LoRA that the command line asks for; return what became of its layers."""
+    from networks.files.adapters import load_trainable
     from networks.files.detection import load_loras
     from networks.files.writing import SavedAs, save_derived_lora
     from networks.merging.low_rank import resize_lora
 
     check_flags(options)
     check_lora_output(options.save_to, options.overwrite)
-    targets, (source,) = load_loras([options.lora], options.model_type)
+    targets, (source,) = load_loras([options.lora], options.model_type, load_trainable)
     for note in source.notes:
         print(f"note: {note}")
     weights, layers = resize_lora(
-        source.weights, options.new_rank, options.dynamic_method, options.dynamic_param or 1.0
+        source.weights, options.new_rank, options.dynamic_method, options.dynamic_param or 1.0, options.network_type
     )
     how = f"rank {options.new_rank}"
     if options.dynamic_method:
@@ -75,6 +79,9 @@ def main() -> None:
     parser.add_argument("--new_rank", type=count, metavar="N", help="rank; with --dynamic_method the largest one")
     parser.add_argument("--dynamic_method", choices=RANK_RULES, help="choose a rank for each layer")
     parser.add_argument("--dynamic_param", type=finite, metavar="X", help="of --dynamic_method")
+    parser.add_argument(
+        "--network_type", choices=["lora"], default="", help="make LoRAs (default: what each layer has)"
+    )
     parser.add_argument("--verbose", action="store_true", help="show every layer")
     add_lora_output(parser)
     options = parser.parse_args()

@@ -26,6 +26,7 @@ from library.fidelity.intervals import Share
 from library.fidelity.servers import dropped_by_bypass
 from library.fidelity.serving import Models, Variant
 from library.fidelity.verdict import Verdict
+from networks.files.weights import LoraWeights
 
 _WORTH_IT = 0.8  # times the base's error, below which another format is worth a line
 _NEW_FILE = 0.25  # of the squared error, below which no new file is advised, and no LoRA fitted to the old one
@@ -107,6 +108,10 @@ def costly_remedies(
     served = str(models.deployed.path or models.deployed.name).removesuffix("+all")
     if len(loras) != 1 or models.deployed.merged or not models.layers or rounding.value < _NEW_FILE:
         return []
+    if not _is_lora(models):
+        made = ("tools/resize_lora.py", "--lora", str(loras[0]), "--network_type", "lora", "--new_rank", "64")
+        text = "Make a LoRA of it (tools/resize_lora.py --network_type lora), which can be refitted to this file."
+        return [Remedy(text, "as-lora", "lora", (*made, "--save_to", SAVE_TO), "a LoRA keeps less of it")]
     words = [*_model(models), "--deploy", served, "--lora", str(loras[0]), *_calibration(options), "--save_to", SAVE_TO]
     in_comfyui = variant.merge is not None and models.server.is_comfyui
     again, beside = (_BYPASS, "; load it with the bypass") if in_comfyui else ((), "")
@@ -136,6 +141,10 @@ def of_distilled(equal: float | None, lora: Path) -> list[Remedy]:
     text = f"Use it at strength {equal:.2f} there, or write that into a file (tools/merge_lora.py)."
     command = ("tools/merge_lora.py", "--lora", str(lora), "--ratios", f"{equal:.2f}", "--save_to", SAVE_TO)
     return [Remedy(text, "for-distilled", "lora", command), Remedy(training, cost="a short training")]
+
+
+def _is_lora(models: Models) -> bool:
+    return all(isinstance(each, LoraWeights) for each in models.transformer_lora.values())
 
 
 def _model(models: Models) -> list[str]:
@@ -210,14 +219,16 @@ def _bypass(models: Models, full: Differences, without: Differences | None, lora
     text += f"; {_change(full, without)}." if without else "."
     words = None
     if dropped := dropped_by_bypass(loras, models.targets):
+        as_lora = ("tools/resize_lora.py", "--network_type", "lora", "--new_rank", "64")
+        tool = ("tools/convert_lora.py",) if _is_lora(models) else as_lora
         text += (
-            f" Convert it first (tools/convert_lora.py --save_format comfy): {counted(len(dropped), 'layer')} of it "
+            f" Convert it first ({' '.join(tool)} --save_format comfy): {counted(len(dropped), 'layer')} of it "
             f"({dropped[0]}, ...) are parts of one layer in ComfyUI, and the bypass leaves such parts out."
         )
         if len(loras) == 1:
             model = ("--model_type", models.config.model_type)  # a LoRA of another program may not say
             lora = ("--lora", str(loras[0]), *model)
-            words = ("tools/convert_lora.py", *lora, "--save_format", "comfy", "--save_to", SAVE_TO)
+            words = (*tool, *lora, "--save_format", "comfy", "--save_to", SAVE_TO)
     if models.family.int8_passes_bypass and any(each.how == "int8" for each in models.served_inputs.values()):
         text += " On int8 files of this model newer versions multiply some layers past it: compare one picture."
     share = taken_off(full, without) if without else Share(math.nan)

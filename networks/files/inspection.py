@@ -1,8 +1,8 @@
 """What is in a LoRA file, layer by layer: rank, alpha and the size of the update.
 
 Files of a known family are read as for training, so that the same LoRA shows the same layers in whatever layout it is,
-q, k and v apart; of another kind that Tandem merges (DoRA, LoKr, ...) the layers are counted. Of
-other files (another architecture, convolutions) the reason is shown why they cannot be loaded.
+q, k and v apart; of DoRAs the layers are counted. Of other files (another architecture, convolutions) the reason is
+shown why they cannot be loaded.
 
 The update's size is its Frobenius norm |scale * B A|, and the root mean square of its elements, norm / sqrt(out * in),
 by which layers of different sizes can be compared.
@@ -22,7 +22,7 @@ from networks.files.adapters import load_adapter
 from networks.files.detection import likely_targets
 from networks.files.layouts import best_targets
 from networks.files.verify import LoadsIn, loads_in
-from networks.files.weights import FullWeights, LoraWeights
+from networks.files.weights import FullWeights, LohaWeights, LokrWeights, LoraWeights
 from networks.merging.low_rank import update_norm
 
 _BLOCK = re.compile(r"^(.*?)[._](\d+)[._](.+)$")  # kohya's keys have underscores
@@ -35,7 +35,7 @@ class LoraLayer:
     Attributes:
         name: the layer. part, block, layer: the name before its block's number, the number, the rest; part is "" and
             block None outside the blocks.
-        rank, alpha: scale is alpha / rank.
+        rank, alpha: scale is alpha / rank. Of a LoKr it is w2's, and alpha the rank where both factors are whole.
         norm: Frobenius norm of the update. rms: root mean square of its elements.
     """
 
@@ -58,7 +58,7 @@ class LoraReport:
         families: the family named in the metadata, or each whose layers' names the keys are; none of an unknown one.
         layout: of a LoRA of a known family "kohya", "diffusers", ...; "" otherwise.
         count: how many layers it changes.
-        layers: of a LoRA, in the model's order; of other kinds none.
+        layers: of a LoRA, LoKr or LoHa, in the model's order; of other kinds none.
         notes: why the file cannot be loaded, or what can be done with it.
         loads_in: what each program makes of it, against what Tandem does; of a known family.
     """
@@ -82,8 +82,8 @@ def inspect_lora(path: Path) -> LoraReport:
         file = load_adapter(path, targets)
     except UserError as error:
         return LoraReport("LoRA", (), "", 0, (), (f"cannot be loaded: {error}",))
-    loras = {name: weights for name, weights in file.weights.items() if isinstance(weights, LoraWeights)}
-    layers = tuple(_layer(name, loras[name]) for name in sorted(loras, key=lambda name: _order(name, targets)))
+    sized = {n: w for n, w in file.weights.items() if isinstance(w, (LoraWeights, LokrWeights, LohaWeights))}
+    layers = tuple(_layer(name, sized[name]) for name in sorted(sized, key=lambda name: _order(name, targets)))
     kinds = Counter(type(weights) for weights in file.weights.values())
     title = next((kind.title for kind in kinds if kind not in (LoraWeights, FullWeights)), LoraWeights.title)
     notes: tuple[str, ...] = () if layers else (f"is no LoRA; merge_lora.py merges a {title} into a model",)
@@ -93,7 +93,7 @@ def inspect_lora(path: Path) -> LoraReport:
         )
     programs = tuple(loads_in(path, file.weights, targets)) if rows else ()
     notes += file.notes
-    return LoraReport(title, families, file.layout if loras else "", len(file.weights), layers, notes, programs)
+    return LoraReport(title, families, file.layout if sized else "", len(file.weights), layers, notes, programs)
 
 
 def _order(name: str, targets: LoraTargets) -> tuple[int, int, str]:
@@ -105,10 +105,12 @@ def _order(name: str, targets: LoraTargets) -> tuple[int, int, str]:
     return index, int(match[2]) if match else 0, name
 
 
-def _layer(name: str, weights: LoraWeights) -> LoraLayer:
+def _layer(name: str, weights: LoraWeights | LokrWeights | LohaWeights) -> LoraLayer:
     name = printable(name)
     match = _BLOCK.match(name)
     part, block, layer = (match[1], int(match[2]), match[3]) if match else ("", None, name)
     norm = update_norm(weights)
-    size = weights.up.shape[0] * weights.down.shape[1]
-    return LoraLayer(name, part, block, layer, weights.rank, weights.alpha, norm, norm / size**0.5)
+    rows, columns = weights.shape
+    rms = norm / (rows * (columns or 1)) ** 0.5
+    rank = weights.rank or min(weights.tensors["lokr_w2"].shape)
+    return LoraLayer(name, part, block, layer, rank, weights.alpha if weights.rank else float(rank), norm, rms)

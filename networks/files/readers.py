@@ -33,7 +33,9 @@ FLUX.3's blocks; musubi-tuner's network (``--network_weights``, ``merge_lora.py`
 
 *Kinds.* A DoRA's norms have two names and meanings. diffusers and peft take ``lora_magnitude_vector`` (m, V's rows
 become that long); ComfyUI takes ``dora_scale`` and divides it by the norms of the *base's* rows. Each reads the other's
-file as a plain LoRA, which is another update.
+file as a plain LoRA, which is another update. LoKrs of FLUX.2 and Z-Image, and no others, load in diffusers, all of
+them or none: it finds one factor for peft to build the layers by. Where its model has q, k and v, a LoKr of ``qkv``
+makes it join them.
 
 To add a program: a row of ``readers.toml``. ``tests/networks/files/test_readers.py`` compares the rows with the
 programs that can be installed, and with keys written out by hand.
@@ -238,7 +240,8 @@ def remedy(reader: Reader, names: Collection[str], targets: LoraTargets, kind: s
     if found := formats_for(reader, names, targets, kind):
         return f"set save_format = {' or '.join(found)}"
     if kind != "lora" and formats_for(reader, names, targets, "lora"):
-        return f"it takes no {TITLES[kind]} of ours; set network_type = lora, or merge it into the model"
+        made = ", make a LoRA of it (tools/resize_lora.py)" if kind in ("lokr", "loha") else ""
+        return f"it takes no {TITLES[kind]} of ours; set network_type = lora{made}, or merge it into the model"
     return "it takes them from no format; leave these layers out, or merge the LoRA into the model"
 
 
@@ -251,10 +254,12 @@ class Reading:
 
     Attributes:
         weights: diffusers module name -> weights. source: the same -> what they were made of: keys and scale.
+        refused: what to do about a file that the program refuses for its LoKrs' shapes; empty where it does not.
     """
 
     weights: dict[str, AdapterWeights]
     source: dict[str, tuple[object, ...]]
+    refused: str = ""
 
 
 def read_as(
@@ -287,7 +292,10 @@ def read_as(
             reading.weights[component + name] = weights
             reading.source[component + name] = (*sorted(keys.values()), weights.scale)
     lokrs = [{name: tensors[key] for name, key in keys.items()} for _, _, keys in modules.values()]
-    return reading if not reader.header or _peft_builds(lokrs) else Reading({}, {})
+    return reading if not reader.header or _peft_builds(lokrs) else Reading({}, {}, ONE_FACTOR)
+
+
+ONE_FACTOR = "it takes LoKrs of one factor alone; train with one in network_args"
 
 
 def _peft_builds(modules: Sequence[Mapping[str, Tensor]]) -> bool:

@@ -107,9 +107,10 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
     programs = tuple(file.loads_in(readings, live, network.options.kind))
     for reader, reading, differences in readings:
         known = readable(reader, live, targets, save_format, network.options.kind)
-        if lost := sorted(known - reading.weights.keys()):
+        if (lost := sorted(known - reading.weights.keys())) and not reading.refused:
             raise UserError(f"{path}: {reader.name} would pass over {names_in_short(lost)}; save again from the state")
-        wrong = sorted(name for name in known if not differences[name] <= file.tolerance(reading.weights[name]))
+        judged = known & differences.keys()
+        wrong = sorted(name for name in judged if not differences[name] <= file.tolerance(reading.weights[name]))
         if wrong:
             raise UserError(
                 f"{path}: {reader.name} would read {names_in_short(wrong)} otherwise than was trained; "
@@ -175,7 +176,7 @@ class _File:
             largest = max(differences.values(), default=0.0)
             wrong = any(not found <= self.tolerance(reading.weights[name]) for name, found in differences.items())
             missing = len(differences) < len(meant)
-            what = remedy(reader, meant.keys(), self.targets, kind) if wrong or missing else ""
+            what = reading.refused or remedy(reader, meant.keys(), self.targets, kind) if wrong or missing else ""
             yield LoadsIn(reader.name, len(differences), len(meant), largest if math.isfinite(largest) else None, what)
 
 

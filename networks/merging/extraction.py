@@ -1,9 +1,10 @@
-"""A fine-tuned model minus its base, as a LoRA.
+"""A fine-tuned model minus its base, as a LoRA or a LoKr.
 
 Layer by layer the difference of two weights is decomposed (``networks.merging.low_rank``) and its largest directions
-become the factors: ``up = U sqrt(s)``, ``down = sqrt(s) V^T``, alpha = rank. Two weights are in memory at a time,
-whatever the models' sizes. The two may be stored in different layouts and precisions: modules are compared by
-diffusers' name, q, k and v apart, fp8 weights as the numbers they stand for.
+become the factors: ``up = U sqrt(s)``, ``down = sqrt(s) V^T``, alpha = rank; or it becomes the Kronecker product that
+is closest to it. Two weights are in memory at a time, whatever the models' sizes. The two may be stored in different
+layouts and precisions: modules are compared by diffusers' name, q, k and v apart, fp8 weights as the numbers they stand
+for.
 
 Layers that are equal get no LoRA. A LoRA holds no biases and no norms: where those differ too, a note says so.
 """
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from peft.tuners.lokr.layer import factorization
+from torch import Tensor
 
 from library.errors import UserError, counted, names_in_short
 from library.models.layer_names import KeyNames, LoraTargets
@@ -21,8 +24,8 @@ from library.precision.checkpoint import WeightFiles
 from library.randomness import generator
 from library.safetensors_io import read_tensor
 from networks.files.base import Base, BaseModule, find_modules
-from networks.files.weights import LoraWeights
-from networks.merging.low_rank import Spectrum, decompose
+from networks.files.weights import AdapterWeights, LokrWeights
+from networks.merging.low_rank import decompose, nearest_kronecker, smaller_lokr
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,15 @@ class Extraction:
 
     Attributes:
         weights: the LoRA, its layers in the models' order.
-        kept: layer -> the share of its difference's sum of squares that the LoRA has.
+        kept: layer -> the share of its difference's sum of squares that the adapter has.
+        beside: of a LoKr, the same of a LoRA of as many parameters.
         equal: how many layers are.
         notes: what a LoRA cannot hold.
     """
 
-    weights: dict[str, LoraWeights]
+    weights: dict[str, AdapterWeights]
     kept: dict[str, float]
+    beside: dict[str, float]
     equal: int
     notes: list[str]
 
@@ -57,15 +62,17 @@ def extract_lora(
     targets: LoraTargets,
     *,
     dim: int,
+    factor: int = 0,
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Extraction:
-    """Return the LoRA that turns ``original`` into ``tuned``, as nearly as the rank allows.
+    """Return the LoRA, or LoKr, that turns ``original`` into ``tuned``, as nearly as the rank allows.
 
     Args:
         original, tuned: models of one architecture. Their text encoders are compared where both have them.
         targets: the family's row.
-        dim: rank of every layer.
+        dim: rank of every layer; of a LoKr's w2, which is whole from half of its larger side on.
+        factor: the smaller factor of a LoKr's sides; 0: a LoRA.
         device: where to decompose.
         progress: called with (layers done, layers in all).
 
@@ -79,22 +86,27 @@ def extract_lora(
             name = f"{targets.family}'s {encoder.name}"
             pairs.append(_pair((before, after), encoder.keys, f"{encoder.name}.", name))
     total, done = sum(len(pair.places[0]) for pair in pairs), 0
-    weights: dict[str, LoraWeights] = {}
+    weights: dict[str, AdapterWeights] = {}
     kept: dict[str, float] = {}
+    beside: dict[str, float] = {}
     for pair in pairs:
         for name in pair.places[0]:
-            if spectrum := _layer(pair, name, dim, device):
-                rank = len(spectrum.values)
-                lora = spectrum.lora(rank)
-                full = pair.prefix + name
-                weights[full] = LoraWeights(lora.down.cpu().contiguous(), lora.up.cpu().contiguous(), lora.alpha)
-                kept[full] = spectrum.kept(rank)
+            difference, full = _difference(pair, name, device), pair.prefix + name
+            if difference is not None:
+                random = generator(0, "extract", full)
+                made, kept[full] = (
+                    _lora(difference, dim, random) if not factor else _lokr(difference, dim, factor, random)
+                )
+                weights[full] = made.to(torch.device("cpu"))
+                if factor:
+                    size = sum(tensor.numel() for tensor in made.tensors.values())
+                    beside[full] = _lora(difference, max(1, size // sum(difference.shape)), random)[1]
             done += 1
             progress(done, total)
     if not weights:
         raise UserError(f"{tuned.path}: its linear layers are those of {original.path}; there is nothing to extract")
     notes = [note for pair in pairs for note in _other_differences(pair)]
-    return Extraction(weights, kept, total - len(weights), notes)
+    return Extraction(weights, kept, beside, total - len(weights), notes)
 
 
 def _pair(weights: tuple[WeightFiles, WeightFiles], keys: KeyNames, prefix: str, model_name: str) -> _Pair:
@@ -116,17 +128,35 @@ def _pair(weights: tuple[WeightFiles, WeightFiles], keys: KeyNames, prefix: str,
     return _Pair(prefix, (before, after), weights)
 
 
-def _layer(pair: _Pair, name: str, dim: int, device: torch.device | str) -> Spectrum | None:
-    """Return the directions to keep of one layer's difference; None where there is none."""
+def _difference(pair: _Pair, name: str, device: torch.device | str) -> Tensor | None:
+    """Return one layer's difference [out, in] fp32; None where there is none."""
     before, after = (
         places[name].read(weights, device) for weights, places in zip(pair.weights, pair.places, strict=True)
     )
     difference = after.sub_(before)
     if not bool(torch.isfinite(difference).all()):
         raise UserError(f"{pair.weights[1].path}: {name} holds NaN or infinity; the checkpoint is damaged")
-    if not bool(difference.any()):
-        return None
-    return decompose(difference, dim, generator(0, "extract", pair.prefix + name))
+    return difference if bool(difference.any()) else None
+
+
+def _lora(difference: Tensor, dim: int, random: torch.Generator) -> tuple[AdapterWeights, float]:
+    """Return the closest LoRA, and the share of the difference that it keeps."""
+    spectrum = decompose(difference, dim, random)
+    rank = len(spectrum.values)
+    return spectrum.lora(rank), spectrum.kept(rank)
+
+
+def _lokr(difference: Tensor, dim: int, factor: int, random: torch.Generator) -> tuple[AdapterWeights, float]:
+    """Return the closest LoKr, and the share of the difference that it keeps.
+
+    What the product of w1 and the best w2 leaves is orthogonal to w1 (x) anything: shares multiply.
+    """
+    rows, columns = (min(factorization(size, factor)) for size in difference.shape)
+    w1, w2 = nearest_kronecker(difference, rows, columns, random)
+    whole = LokrWeights({"lokr_w1": w1, "lokr_w2": w2}, 1.0)
+    kept = float((w1.double().norm() * w2.double().norm() / difference.double().norm()) ** 2)
+    low, layer = smaller_lokr(whole, lambda values: min(dim, len(values)))
+    return low, kept * layer.kept
 
 
 def _other_differences(pair: _Pair) -> list[str]:

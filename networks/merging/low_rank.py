@@ -23,6 +23,13 @@ need not be done:
   1e-3 even where singular values fall slowly. Where a quarter of the directions or more is wanted it would not be
   faster, and the matrix is decomposed exactly.
 
+- a Kronecker product w1 (x) w2 (a LoKr): its singular values are the products of theirs, its singular vectors the
+  Kronecker products of theirs (Van Loan, https://doi.org/10.1016/S0377-0427(00)00393-9). Since |w1 (x) w2| = |w1| |w2|,
+  the LoKr of a smaller rank that is closest has the w2 that is closest to its w2.
+
+The *Kronecker product closest to a matrix* is a matter of rank 1: rearranged so that each block is a row, w1 (x) w2 is
+the outer product of w1 and w2 (Van Loan and Pitsianis 1993, https://doi.org/10.1007/978-94-015-8196-7_17).
+
 *Resizing and joining* LoRAs: what is cut off is the smallest part of the update there is; a rank as large as the old
 one changes nothing. Results have alpha = rank: the scale is in the factors. Rules for the rank have the names and
 meanings of sd-scripts' ``networks/resize_lora.py``.
@@ -30,15 +37,15 @@ meanings of sd-scripts' ``networks/resize_lora.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from library.errors import UserError
-from networks.files.weights import AdapterWeights, CombinedWeights, LoraWeights
+from networks.files.weights import AdapterWeights, AddedWeights, CombinedWeights, LohaWeights, LokrWeights, LoraWeights
 
 
 def combine(parts: Sequence[tuple[LoraWeights, float]]) -> LoraWeights:
@@ -86,11 +93,16 @@ def combine_loras(loras: Sequence[tuple[Mapping[str, AdapterWeights], float]]) -
     }
 
 
-def update_norm(weights: LoraWeights) -> float:
-    """Return the Frobenius norm of ``scale * up @ down``."""
-    up, down = weights.up.double(), weights.down.double()
+def update_norm(weights: LoraWeights | LokrWeights | LohaWeights) -> float:
+    """Return the Frobenius norm of an update."""
+    if isinstance(weights, LokrWeights):  # a row of the product is one of the outer product of two rows
+        squares = [side(torch.float64).square().sum(1) for side in (weights.w1, weights.w2)]
+        rows = torch.kron(*squares)[weights.tensors.get("rows", ...)]
+        return abs(weights.scale) * float(rows.sum()) ** 0.5
+    lora = weights.as_lora() if isinstance(weights, LohaWeights) else weights
+    up, down = lora.up.double(), lora.down.double()
     square = float(((up.t() @ up) * (down @ down.t())).sum())
-    return abs(weights.scale) * max(square, 0.0) ** 0.5
+    return abs(lora.scale) * max(square, 0.0) ** 0.5
 
 
 def relative_difference(one: LoraWeights, other: LoraWeights) -> float:
@@ -125,6 +137,12 @@ class Spectrum(NamedTuple):
     right: Tensor
     energy: float
 
+    @classmethod
+    def of(cls, matrix: Tensor) -> Self:
+        """Return all of the spectrum of ``matrix`` [out, in]."""
+        u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
+        return cls(u, values, vh, float(values.square().sum()))
+
     def kept(self, rank: int) -> float:
         """Return the share of the energy in the ``rank`` largest singular values; 1.0 of a matrix of zeros."""
         return min(1.0, float(self.values[:rank].double().square().sum()) / self.energy) if self.energy else 1.0
@@ -144,6 +162,49 @@ def decompose_product(weights: LoraWeights) -> Spectrum:
     values = values * abs(weights.scale)
     u = u if weights.scale >= 0 else -u
     return Spectrum(left @ u[:, :k], values, vh[:k] @ right.t(), float(values.square().sum()))
+
+
+Choose = Callable[[Tensor], int]  # the rank, from falling singular values
+
+
+def decompose_kronecker(weights: LokrWeights, choose: Choose) -> Spectrum:
+    """Return the directions that ``choose`` wants of a LoKr's update, in float64; of a joined layer as a whole."""
+    one, two = (torch.linalg.svd(side(torch.float64), full_matrices=False) for side in (weights.w1, weights.w2))
+    values, order = torch.kron(one.S, two.S).mul_(abs(weights.scale)).sort(descending=True)
+    order = order[: choose(values)]
+    i, j = order // len(two.S), order % len(two.S)
+    left = (one.U[:, None, i] * two.U[None, :, j]).flatten(0, 1)
+    right = (one.Vh[i, :, None] * two.Vh[j, None, :]).flatten(1)
+    left = left if weights.scale >= 0 else -left
+    return Spectrum(left, values[: len(order)], right, float(values.square().sum()))
+
+
+def smaller_lokr(weights: LokrWeights, choose: Choose) -> tuple[LokrWeights, ResizedLayer]:
+    """Return the closest LoKr with a w2 of the rank that ``choose`` wants of w2's singular values, and what became.
+
+    alpha / rank is the old scale, which was 1 where nothing was of low rank. w2 stays whole where its factors would be
+    no smaller, or peft and musubi-tuner would make it whole: from a rank of half its larger side on.
+    """
+    w1, w2 = weights.w1(torch.float64), weights.w2(torch.float64)
+    spectrum = Spectrum.of(w2)
+    values = spectrum.values
+    rank, most = choose(values), weights.tensors["lokr_w2_b"].shape[0] if "lokr_w2_b" in weights.tensors else 0
+    if rank >= (most or min(max(w2.shape) / 2, w2.numel() / sum(w2.shape))):
+        kept = most or len(values)
+        return weights, ResizedLayer("", kept, kept, 1.0, _ratio(values, kept))
+    w2_lora = spectrum.lora(rank)
+    tensors = {"lokr_w1": w1, "lokr_w2_a": w2_lora.up, "lokr_w2_b": w2_lora.down}
+    tensors |= {name: tensor for name, tensor in weights.tensors.items() if name == "rows"}
+    layer = ResizedLayer("", most or len(values), rank, spectrum.kept(rank), _ratio(values, rank))
+    return LokrWeights(tensors, weights.scale * rank), layer
+
+
+def nearest_kronecker(matrix: Tensor, rows: int, columns: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return w1 [rows, columns] and w2, of one norm, whose Kronecker product is closest to ``matrix`` [out, in]."""
+    out, width = matrix.shape
+    blocks = matrix.reshape(rows, out // rows, columns, width // columns).transpose(1, 2).flatten(2).flatten(0, 1)
+    outer = decompose(blocks, 1, generator).lora(1)
+    return outer.up.flatten().reshape(rows, columns), outer.down.flatten().reshape(out // rows, width // columns)
 
 
 def decompose(matrix: Tensor, rank: int, generator: torch.Generator) -> Spectrum:
@@ -220,61 +281,110 @@ class ResizedLayer:
 
 
 def resize_lora(
-    weights: Mapping[str, LoraWeights],
+    weights: Mapping[str, AdapterWeights],
     new_rank: int | None,
     rule: RankRule | None = None,
     parameter: float = 1.0,
-) -> tuple[dict[str, LoraWeights], list[ResizedLayer]]:
-    """Return the LoRA with smaller ranks, in float64, and what became of each layer.
+    kind: str = "",
+) -> tuple[dict[str, AdapterWeights], list[ResizedLayer]]:
+    """Return LoRAs, or LoKrs, with smaller ranks, in float64, and what became of each layer.
 
     Layers with the same A are parts of one that was trained on a joined layer (FLUX's qkv), and stay that: their
-    updates are decomposed as one, as sd-scripts does, and keep one A.
+    updates are decomposed as one, as sd-scripts does, and keep one A. So are rows of one LoKr.
 
     Args:
         weights: module name -> weights.
-        new_rank: the rank of every layer, or with ``rule`` the largest one. Never more than a layer has.
+        new_rank: the rank of every layer, or with ``rule`` the largest one; a LoKr's is that of w2. Never more than a
+            layer has.
         rule, parameter: choose each layer's rank, see :func:`networks.merging.low_rank.rank_by_rule`.
+        kind: "lora": LoRAs are made of LoKrs and LoHas, too.
+
+    Raises:
+        UserError: an adapter of another kind.
     """
-    resized: dict[str, LoraWeights] = {}
+
+    def choose(values: Tensor) -> int:
+        chosen = rank_by_rule(values, rule, parameter) if rule else len(values)
+        return min(chosen, new_rank or chosen)
+
+    resized: dict[str, AdapterWeights] = {}
     layers: list[ResizedLayer] = []
-    for names in _sharing_a(weights):
-        first, ups = weights[names[0]], [weights[name].up for name in names]
-        spectrum = decompose_product(LoraWeights(first.down, torch.cat(ups), first.alpha))
-        chosen = rank_by_rule(spectrum.values, rule, parameter) if rule else len(spectrum.values)
-        rank = min(chosen, new_rank or chosen)
+    for names in _together(weights):
+        first = weights[names[0]]
+        if isinstance(first, LokrWeights) and kind != "lora":
+            smaller, layer = smaller_lokr(first, choose)
+            for name in names:
+                rows = {key: t for key, t in weights[name].tensors.items() if key == "rows"}
+                resized[name] = LokrWeights({**smaller.tensors, **rows}, smaller.alpha)
+                layers.append(replace(layer, name=name))
+            continue
+        spectrum = _spectrum(names[0], [weights[name] for name in names], choose, kind)
+        rank = len(spectrum.values) if isinstance(first, LokrWeights) else choose(spectrum.values)
         whole = spectrum.lora(rank)
-        for name, up in zip(names, whole.up.split([len(up) for up in ups]), strict=True):
+        ends = [module.shape[0] for module in map(weights.__getitem__, names)]
+        picked = [weights[name].tensors.get("rows") for name in names]
+        parts = whole.up.split(ends) if picked[0] is None else [whole.up[rows] for rows in picked]
+        for name, up in zip(names, parts, strict=True):
             resized[name] = LoraWeights(whole.down, up, whole.alpha)
-            layers.append(ResizedLayer(name, first.rank, rank, spectrum.kept(rank), _ratio(spectrum, rank)))
+            before = first.rank or len(spectrum.values)
+            layers.append(ResizedLayer(name, before, rank, spectrum.kept(rank), _ratio(spectrum.values, rank)))
     return resized, layers
 
 
-def _sharing_a(weights: Mapping[str, LoraWeights]) -> list[list[str]]:
-    """Return the names of modules, those together that have one A, which is not zero, and one alpha."""
+def _spectrum(name: str, parts: Sequence[AdapterWeights], choose: Choose, kind: str) -> Spectrum:
+    """Return the spectrum of what ``parts`` of a joined layer, or a layer alone, change together."""
+    first = parts[0]
+    if isinstance(first, LokrWeights):
+        return decompose_kronecker(first, choose)
+    if isinstance(first, LohaWeights) and kind == "lora":
+        return decompose_product(first.as_lora())
+    if isinstance(first, CombinedWeights):
+        return Spectrum.of(first.delta(torch.float64))
+    if not isinstance(first, LoraWeights):
+        remedy = "give --network_type lora" if isinstance(first, LohaWeights) else "merge it into a model instead"
+        raise UserError(f"{name}: is a {first.title}, which has no smaller ranks; {remedy}")
+    return decompose_product(LoraWeights(first.down, torch.cat([part.tensors["up"] for part in parts]), first.alpha))
+
+
+def _together(weights: Mapping[str, AdapterWeights]) -> list[list[str]]:
+    """Return the names of modules, those together that have one A, which is not zero, and one alpha, or one LoKr."""
     groups: dict[object, list[str]] = {}
     for name, module in weights.items():
-        data = module.down.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        key = (module.alpha, module.down.dtype, module.down.shape, data)
-        groups.setdefault(key if bool(module.down.any()) else name, []).append(name)
+        key: object = name
+        if isinstance(module, LoraWeights) and bool(module.down.any()):
+            data = module.down.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            key = (module.alpha, module.down.dtype, module.down.shape, data)
+        elif "rows" in module.tensors:
+            key = tuple(id(tensor) for part, tensor in module.tensors.items() if part != "rows")
+        groups.setdefault(key, []).append(name)
     return list(groups.values())
 
 
 def join_loras(
-    loras: Sequence[tuple[Mapping[str, LoraWeights], float]], new_rank: int | None = None
-) -> tuple[dict[str, LoraWeights], list[ResizedLayer]]:
+    loras: Sequence[tuple[Mapping[str, AdapterWeights], float]], new_rank: int | None = None
+) -> tuple[Mapping[str, AdapterWeights], list[ResizedLayer]]:
     """Return one LoRA whose update is the sum of ``strength * update``, and what became of each layer.
 
     Args:
-        loras: for each LoRA its weights by module and its strength.
-        new_rank: None: the concatenation, exact, its rank the sum of the ranks. Otherwise the closest LoRA of that
-            rank: the singular value decomposition of the sum, cut off.
+        loras: for each LoRA, LoKr or LoHa its weights by module and its strength.
+        new_rank: None: the concatenation, exact, its rank the sum of the ranks; what is alone in its layer stays of its
+            kind. Otherwise the closest LoRA of that rank: the singular value decomposition of the sum, cut off.
+
+    Raises:
+        UserError: DoRAs, or without ``new_rank`` adapters of several kinds.
     """
-    exact = {name: LoraWeights(w.down.double(), w.up.double(), w.alpha) for name, w in combine_loras(loras).items()}
+    summed: dict[str, AddedWeights] = {name: w.to(torch.float64) for name, w in combine_loras(loras).items()}
+    parts = {name: w.parts if isinstance(w, CombinedWeights) else ((w, 1.0),) for name, w in summed.items()}
+    if other := [name for name in parts if not all(isinstance(part, AddedWeights) for part, _ in parts[name])]:
+        raise UserError(f"{other[0]}: a DoRA depends on the base's weights; give --model to merge it into")
     if new_rank is not None:
-        return resize_lora(exact, new_rank)
-    return exact, [ResizedLayer(name, w.rank, w.rank, 1.0, 1.0) for name, w in exact.items()]
+        return resize_lora(summed, new_rank, kind="lora")
+    if any(len(each) > 1 for each in parts.values()) or len({each[0][0].kind for each in parts.values()}) > 1:
+        raise UserError("--method concat: puts LoRAs side by side, no other kinds; give --method svd and --new_rank")
+    alone = {name: part.scaled(strength) for name, ((part, strength),) in parts.items()}
+    return alone, [ResizedLayer(name, w.rank, w.rank, 1.0, 1.0) for name, w in alone.items()]
 
 
-def _ratio(spectrum: Spectrum, rank: int) -> float:
-    smallest = float(spectrum.values[rank - 1])
-    return float(spectrum.values[0]) / smallest if smallest else float("inf")
+def _ratio(values: Tensor, rank: int) -> float:
+    smallest = float(values[rank - 1])
+    return float(values[0]) / smallest if smallest else float("inf")

@@ -26,12 +26,12 @@ from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from tests.data.folders import make_image
 from tests.models.test_image_families import CASES, guidance_of
-from tests.networks.conftest import random_pair
+from tests.networks.conftest import filled, random_pair
 from tests.runs import call, refusal
 from tests.targets import FLUX_TARGETS
 from tests.tiny import T5_LENGTH, tiny_flux_pipeline, tiny_flux_transformer
 from tools import generate as tool
-from tools import quantize_model
+from tools import merge_lora, quantize_model
 from tools.generate import image, parser
 
 SMALL = ["--w", "64", "--h", "48", "--s", "3"]
@@ -103,6 +103,21 @@ def test_one_and_several_loras_draw_what_diffusers_draws(base: Path, loras: tupl
         drawn("--model", str(base), "--prompt", "a red disc", "--d", "5", *SMALL, "--save_to", str(tmp_path),
               "--lora", f"{a}:0")[0],
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["lokr", "loha", "dora"])
+def test_other_kinds_draw_at_any_strength_what_the_merged_model_draws(
+    kind: str, base: Path, loras: tuple[Path, Path], tmp_path: Path
+) -> None:
+    network = filled(tiny_flux_transformer(), FLUX_TARGETS, network_type=kind, network_dim=3)
+    network.save(tmp_path / "other.safetensors", "comfy", "fp32", {})
+    used = [f"{tmp_path / 'other.safetensors'}:0.7", f"{loras[0]}:-0.4"]
+    common = ["--prompt", "a red disc", "--d", "5", *SMALL, "--save_to", str(tmp_path)]
+    ours, plain = drawn("--model", str(base), *common, "--lora", *used)[0], drawn("--model", str(base), *common)[0]
+    call(merge_lora, "--model", base, "--lora", *used, "--save_to", tmp_path / "merged")
+    merged = drawn("--model", str(tmp_path / "merged"), *common)[0]
+    assert np.abs(ours - plain).max() > 8
+    assert np.abs(ours - merged).max() <= 1  # fp32 sums in another order
 
 
 def test_the_text_encoders_take_their_part_of_a_lora(base: Path, tmp_path: Path) -> None:

@@ -82,12 +82,12 @@ def test_mistakes_are_one_line() -> None:
     assert refusal(inspect_model, "nowhere") == "error: nowhere: no such file or folder; check the path\n"
 
 
-def test_another_kind_than_lora_is_shown_in_two_lines(tmp_path: Path) -> None:
-    _, network = trained("lokr")
+def test_a_dora_is_shown_in_two_lines(tmp_path: Path) -> None:
+    _, network = trained("dora")
     network.save(tmp_path / "a.safetensors", "comfy", "fp32", {})
     shown = printed(inspect_model, tmp_path / "a.safetensors")
-    assert f"LoKr for flux  {len(network.modules)} layers" in shown
-    assert "merge_lora.py merges a LoKr into a model" in shown
+    assert f"DoRA for flux  {len(network.modules)} layers" in shown
+    assert "merge_lora.py merges a DoRA into a model" in shown
     assert "cannot be loaded" not in shown
 
 

@@ -11,11 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import tools.precision_report as precision_report
 import tools.quantize_model as quantize_model
+from tests.networks.conftest import filled
 from tests.runs import call, run, write_dataset
 from tests.tiny import save_single_files, tiny_flux_pipeline
 
@@ -34,13 +36,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(
-    place: Path, deploy: object, *flags: object, model: Path | None = None, strength: float = 1.0, figures: bool = False
+    place: Path,
+    deploy: object,
+    *flags: object,
+    model: Path | None = None,
+    lora: Path | None = None,
+    strength: float = 1.0,
+    figures: bool = False,
 ) -> dict:
     """Run the tool; return report.json. ``figures``: with those of the page, a third of the time."""
     save_to = place / "report"
     words = ["--model", model or place / "base", "--model_type", "flux_fill", "--deploy", deploy]
     words += ["--dataset_config", place / "data" / "dataset.toml", "--cache_directory", place / f"cache{bool(model)}"]
-    words += [] if model else ["--lora", f"{place / 'lora' / 'lora.safetensors'}:{strength}"]
+    words += [] if model else ["--lora", f"{lora or place / 'lora' / 'lora.safetensors'}:{strength}"]
     words += ["--images", "3", "--steps", "3", "--sigmas", "0.5", "--save_to", save_to, *flags]
     with nullcontext() if figures else mock.patch("library.fidelity.page.as_data_uri", return_value=""):
         call(precision_report, *words)
@@ -71,6 +79,22 @@ def test_an_honest_file_is_named_as_rounding(place: Path) -> None:
 def test_an_honest_merge_into_an_honest_file_damages_no_layer(how: str, place: Path) -> None:
     found = report(place, place / "fp8.safetensors", "--deploy_lora", how, "--deploy_strength", "1.4")
     assert not {"ruined_layer", "wrong_scale", "wrong_base"} & {each["cause"] for each in found["verdict"]["findings"]}
+
+
+def test_a_lokr_is_measured_as_a_lora_and_mended_as_one(place: Path) -> None:
+    pipeline = json.loads((place / "base" / "transformer" / "config.json").read_text())
+    network = filled(FluxTransformer2DModel.from_config(pipeline), network_type="lokr", scale=0.05)
+    network.save(place / "lokr.safetensors", "comfy", "fp32", {})
+    found = report(place, place / "fp8.safetensors", "--fix", "refit", lora=place / "lokr.safetensors")
+    assert not found["fixes"]  # a refit gives A and B
+    assert {each["cause"] for each in found["verdict"]["findings"]} >= {"weights", "merge"}
+    assert not {"ruined_layer", "lora_moved", "lora_missing"} & {e["cause"] for e in found["verdict"]["findings"]}
+    kept = [row["retention"] for row in found["layers"] if row["retention"] is not None]
+    assert kept
+    assert all(0.8 < share < 1.2 for share in kept)
+    commands = [each["command"] for each in found["remedies"] if each["command"]]
+    assert all("resize_lora" in command[0] for command in commands if "--lora" in command)
+    assert any("--save_format" in command for command in commands)  # for the bypass, which leaves parts of qkv out
 
 
 def test_pasted_pixels_are_named_for_the_border(place: Path) -> None:

@@ -88,14 +88,27 @@ def test_flux_1_and_2_are_told_apart_by_the_width_of_a_fused_layer(family: str, 
     assert ("flux" in inspect_lora(tmp_path / "a.safetensors").families) == (family == "flux")
 
 
-@pytest.mark.parametrize("kind", ["dora", "lokr", "loha"])
-def test_another_kind_is_counted_with_one_note(kind: str, tmp_path: Path) -> None:
-    _, network = trained(kind)
+def test_a_dora_is_counted_with_one_note(tmp_path: Path) -> None:
+    _, network = trained("dora")
     network.save(tmp_path / "a.safetensors", "comfy", "fp32", {})
     report = inspect_lora(tmp_path / "a.safetensors")
     assert (report.families, report.count, report.layers) == (("flux",), len(network.modules), ())
-    assert report.kind.lower() == kind
-    assert report.notes == (f"is no LoRA; merge_lora.py merges a {report.kind} into a model",)
+    assert report.notes == ("is no LoRA; merge_lora.py merges a DoRA into a model",)
+
+
+@pytest.mark.parametrize("kind", ["lokr", "loha"])
+def test_another_kind_shows_the_size_of_each_update(kind: str, tmp_path: Path) -> None:
+    _, network = trained(kind)
+    network.save(tmp_path / "a.safetensors", "comfy", "fp32", {})
+    report = inspect_lora(tmp_path / "a.safetensors")
+    assert (report.families, report.kind.lower(), report.notes) == (("flux",), kind, ())
+    assert {layer.name for layer in report.layers} == network.modules.keys()
+    for layer in report.layers:
+        module = network.modules[layer.name]
+        with torch.no_grad():
+            delta = (module(torch.eye(module.in_features)) - module.bias).t() - module.base.weight
+        assert layer.norm == pytest.approx(float(delta.norm()), rel=1e-4)
+        assert layer.rms == pytest.approx(float(delta.square().mean().sqrt()), rel=1e-4)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

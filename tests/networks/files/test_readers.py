@@ -275,6 +275,20 @@ def test_of_a_lokr_too_the_rules_say_what_diffusers_own_loader_does(family: str,
             assert ours.is_right == real, (written, ranks, alpha)
 
 
+def test_a_lokr_of_several_factors_is_told_from_one_that_diffusers_builds(tmp_path: Path) -> None:
+    stem, tensors = "diffusion_model.layers.{}.attention.to_q", {}
+    for block, one in enumerate((2, 8)):  # of 32 x 32
+        name = stem.format(block)
+        tensors |= {f"{name}.lokr_w1": torch.randn(one, one), f"{name}.lokr_w2": torch.randn(32 // one, 32 // one)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    meant = load_adapter(tmp_path / "a.safetensors", Z_IMAGE_TARGETS).weights
+    rows = {each.program: each.row for each in loads_in(tmp_path / "a.safetensors", meant, Z_IMAGE_TARGETS)}
+    assert rows["diffusers"][1:] == ("0 of 2", "", "it takes LoKrs of one factor alone; train with one in network_args")
+    assert rows["ComfyUI"][1] == "2 of 2"
+    with pytest.raises(ValueError, match="Could not infer a `decompose_factor`"):
+        diffusers_pipeline("z_image", tiny_z_transformer()).load_lora_weights(str(tmp_path / "a.safetensors"))
+
+
 @pytest.mark.parametrize("pair", [*PAIRS, ("lora_A", "lora_B")])
 def test_comfyui_and_we_read_every_spelling_of_a_pair(pair: tuple[str, str], tmp_path: Path) -> None:
     name = "transformer_blocks.0.attn.to_q"
