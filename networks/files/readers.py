@@ -194,7 +194,12 @@ def formats_for(reader: Reader, names: Collection[str], targets: LoraTargets, ki
 
 
 def check_readers(
-    save_for: Sequence[str], names: Collection[str], targets: LoraTargets, save_format: str, kind: str
+    save_for: Sequence[str],
+    names: Collection[str],
+    targets: LoraTargets,
+    save_format: str,
+    kind: str,
+    factors: Collection[int] = (),
 ) -> None:
     """Refuse a layout from which a program that was named would read less than is trained, or something else.
 
@@ -202,6 +207,7 @@ def check_readers(
         save_for: names of :data:`READERS` in lower case.
         names: the modules that are trained, as :meth:`networks.options.NetworkOptions.trained_layers` has them.
         targets, save_format, kind: what is written.
+        factors: of a LoKr's kinds of layers.
 
     Raises:
         UserError: with the layouts that suit, if there are any.
@@ -215,6 +221,8 @@ def check_readers(
                 f"save_for: {reader.name} reads no {TITLES[kind]} of {names_in_short(lost, 2)} from save_format "
                 f"{save_format}; {remedy(reader, names, targets, kind)}"
             )
+        if reader.header and len(set(factors)) > 1:
+            raise UserError(f"save_for: {reader.name}: {ONE_FACTOR}")
 
 
 def read_by_none(names: Collection[str], targets: LoraTargets, save_format: str, kind: str) -> str | None:

@@ -126,8 +126,10 @@ class LoraTask(Task):
     def _check_readers(self) -> None:
         """Refuse a format that was asked for and that a program, or every program, would read in part; else say so."""
         plan, saving = self.plan.network, self.plan.config.saving
-        names, kind = plan.options.trained_layers(plan.targets, plan.rates), plan.options.kind
-        check_readers(saving.save_for, names, plan.targets, self.save_format, kind)
+        options, names = plan.options, plan.options.trained_layers(plan.targets, plan.rates)
+        kind, groups = options.kind, {group.name for name in names if (group := plan.targets.group_of(name))}
+        factors = {options.factors.get(group, options.factor) for group in groups}
+        check_readers(saving.save_for, names, plan.targets, self.save_format, kind, factors)
         if problem := read_by_none(names, plan.targets, self.save_format, kind):
             if "save_format" in saving.model_fields_set:
                 raise UserError(problem)

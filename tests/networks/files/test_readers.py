@@ -285,6 +285,10 @@ def test_a_lokr_of_several_factors_is_told_from_one_that_diffusers_builds(tmp_pa
     rows = {each.program: each.row for each in loads_in(tmp_path / "a.safetensors", meant, Z_IMAGE_TARGETS)}
     assert rows["diffusers"][1:] == ("0 of 2", "", "it takes LoKrs of one factor alone; train with one in network_args")
     assert rows["ComfyUI"][1] == "2 of 2"
+    _, network = trained("z_image", "lokr", "attn_factor=4", "mlp_factor=8", "full_matrix=True")
+    network.save(tmp_path / "b.safetensors", "comfy", "fp32", {})
+    checked = check_file(tmp_path / "b.safetensors", network, "comfy")  # a run is not ended by it
+    assert {each.program for each in checked.programs if each.is_right} == {"ComfyUI"}
     with pytest.raises(ValueError, match="Could not infer a `decompose_factor`"):
         diffusers_pipeline("z_image", tiny_z_transformer()).load_lora_weights(str(tmp_path / "a.safetensors"))
 
@@ -487,6 +491,14 @@ def test_a_format_is_refused_for_a_program_that_would_read_it_otherwise(
     with pytest.raises(UserError, match=f"save_for: .*{message}"):
         check_readers([program], layers(targets, *args), targets, save_format, kind)
     check_readers([], layers(targets, *args), targets, save_format, kind)  # unasked the run says it at its end
+
+
+def test_several_factors_are_refused_for_diffusers_before_anything_is_trained() -> None:
+    names = layers(Z_IMAGE_TARGETS)
+    with pytest.raises(UserError, match="save_for: diffusers: it takes LoKrs of one factor alone; train with one"):
+        check_readers(["diffusers"], names, Z_IMAGE_TARGETS, "comfy", "lokr", {4, 8})
+    check_readers(["diffusers"], names, Z_IMAGE_TARGETS, "comfy", "lokr", {8})
+    check_readers(["comfyui"], names, Z_IMAGE_TARGETS, "comfy", "lokr", {4, 8})
 
 
 @pytest.mark.parametrize("args", [(), ("factor=4",), ("factor=2", "decompose_both=True")], ids=str)
