@@ -6,8 +6,8 @@
 
 For each training seed a LoRA is trained on the base with ``configs/demo.toml`` in fewer steps. Its effect on the base
 is what the student is to show: velocities at the student's four noise levels, and finished images, of scenes
-painted from seeds that no training has seen. Remedies are fitted on others. *wrong* is what is missing or wrong of the
-effect on the velocity, over the effect. Captions have 32 tokens, as where the student was made.
+painted from seeds that no training has seen. For the student it is trained on others. *wrong* is what is missing or
+wrong of the effect on the velocity, over the effect. Captions have 32 tokens, as where the student was made.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Measured = dict[str, dict[str, float]]  # case -> what is measured, by name
 QUIET = Console(quiet=True)
 MODEL, DIFFERENCE = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "tiny-flux-turbo.safetensors"
 TRAINING_IMAGES, STEPS, BASE_STEPS, GUIDANCE = 128, 4, 20, 3.5
-TOKENS, LORA_STEPS, TEACHER_STEPS, TEACHER_RATE = 32, 250, 150, 1e-3
+TOKENS, LORA_STEPS, STRENGTH, TEACHER_STEPS, TEACHER_RATE = 32, 250, 1.2, 150, 1e-3
 SHORT = {"max_data_loader_n_workers": 0, "t5xxl_max_token_length": TOKENS}
 SILENT = {"no-sample_at_first": True, "no-sample_at_end": True, "general_prompts": "none"}
 KEYS = ("size", "direction", "wrong", "picture", "picture_direction")
 
 
-def held_out_set(place: Path, folder: Path, lora: Path, images: int) -> tuple[Models, EvalSet]:
+def served_on(place: Path, folder: Path, lora: Path, images: int) -> tuple[Models, EvalSet]:
     """Return the base with ``lora``, served as the student in ``place``, and the images to measure on."""
     config = ModelConfig(pretrained_model_name_or_path=str(MODEL), t5xxl_max_token_length=TOKENS)
     models = models_with(lora, DeployedWeights("the student", place / "turbo", None), config)
@@ -57,15 +57,11 @@ def effect_on_student(models: Models, eval_set: EvalSet, lora: Path) -> dict[str
 
 
 def measure_seed(seed: int, place: Path, images: int) -> Measured:
-    """Train a LoRA with ``seed`` on the base, fit it to the student in both ways; measure each."""
+    """Train a LoRA with ``seed`` on the base, mend it for the student in both ways; measure each."""
     folder = place / f"seed{seed}"
-    lora, strengths, taught = (folder / f"{name}.safetensors" for name in ("lora", "strengths", "taught/taught"))
+    lora, stronger, taught = (folder / f"{name}.safetensors" for name in ("lora", "stronger", "taught/taught"))
     if not lora.exists():
         train_lora(seed, folder, config_file="configs/demo.toml", max_train_steps=LORA_STEPS, **SILENT, **SHORT)
-    on_images = {"dataset_config": place / "training" / "dataset.toml", "cache_directory": folder / "cache_training"}
-    on_images |= {"guidance_scale": GUIDANCE}
-    if not strengths.exists():
-        run("tools/refit_lora.py", lora=lora, model=MODEL, distilled=place / "turbo", save_to=strengths, **on_images)
     if not taught.exists():
         run(
             "train_lora.py",
@@ -81,11 +77,15 @@ def measure_seed(seed: int, place: Path, images: int) -> Measured:
             seed=seed,
             output_dir=taught.parent,
             output_name="taught",
-            **on_images,
+            dataset_config=place / "training" / "dataset.toml",
+            cache_directory=folder / "cache_training",
+            guidance_scale=GUIDANCE,
             **SHORT,
         )
-    models, eval_set = held_out_set(place, folder, lora, images)
-    files = {"as it is": lora, "strengths by kind": strengths, "trained on the effect": taught}
+    if not stronger.exists():
+        run("tools/merge_lora.py", lora=f"{lora}:{STRENGTH}", save_to=stronger)
+    models, eval_set = served_on(place, folder, lora, images)
+    files = {"as it is": lora, f"at strength {STRENGTH}": stronger, "trained on the effect": taught}
     return {case: effect_on_student(models, eval_set, file) for case, file in files.items()}
 
 
