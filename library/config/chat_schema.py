@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from library.config import run_schema
+import library.config.run_schema as run_schema
 from library.config.markers import MUST_MATCH, Batch, Fraction, NotNegative, OnlyWith, Pairs, Positive, Section, Size
 from library.config.model_types import LANGUAGE_MODELS
 from library.config.run_schema import SAMPLED

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from library.config import run_schema
+import library.config.run_schema as run_schema
 from library.config.family_defaults import FAMILY, KIND
 from library.config.kinds import likely_type
 from library.config.markers import (

@@ -284,7 +284,7 @@ def test_a_subject_is_preserved_and_called_by_its_word(tmp_path: Path, capsys: C
     # 16 prompts to train on and 8 to measure by; the steps of the family's table, by the guidance input in one pass
     steps = presets(toml.load(folder / "config.toml")["model"]["model_type"])["sample_steps"][0]
     work = f"24 images of 512 x 512, {24 * steps:,} passes of the model; once for this base"
-    said = f"generating images of general prompts: {work}"
+    said = f"generating images from prompts: {work}"
     assert said in capsys.readouterr().out
     assert said in (folder / "config.toml").read_text()
     written = toml.load(folder / "config.toml")
