@@ -29,6 +29,7 @@ _PLAIN = {  # what people call those that a first LoRA needs
     "pretrained_model_name_or_path": "Base model",
     "model_type": "Kind of model",
     "dataset_config": "Dataset",
+    "network_type": "Adapter",
     "network_dim": "Rank",
     "learning_rate": "Learning rate",
     "max_train_steps": "Steps",

@@ -208,7 +208,7 @@ def why_no_directions(run: TrainConfig, general: bool) -> str | None:
     network, optimizer = run.network, optimizer_named(run.optimizer.optimizer_type)
     reasons = {
         "they are those of regularisation images or preserve_prompts, and there are neither": not general,
-        "they are a lora's and a dora's": network.network_type not in ("lora", "dora"),
+        "they are kept out of A, which only lora and dora have": network.network_type not in ("lora", "dora"),
         "pissa's A is the base weights'": network.init_lora_weights != "default",
         "the transformer is not trained": network.network_train_text_encoder_only,
         "they need weights in fp32": run.training.full_bf16,

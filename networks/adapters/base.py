@@ -14,6 +14,7 @@ The plain formulas, on full weights, are in ``networks.files.weights``, as files
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -61,6 +62,14 @@ class AdapterLinear(LinearWrapper):
         """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
         out = self.base(x)
         return out if self.bypassed else self.changed(out, x)
+
+    @staticmethod
+    def forward_together(
+        layers: Sequence[Any], x: Tensor, *more: Tensor, prologue: Callable[..., Tensor] | None = None
+    ) -> list[Tensor]:
+        """Return ``[layer(x) for layer in layers]``; x, or ``prologue(x, *more)``, is cast and kept once for all."""
+        x = in_compute_dtype(prologue(x, *more) if prologue else x)
+        return [layer(x) for layer in layers]
 
     def changed(self, out: Tensor, x: Tensor) -> Tensor:
         """Return the base's outputs ``out`` of ``x`` with the change."""

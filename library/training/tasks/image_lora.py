@@ -68,7 +68,7 @@ from library.training.optim.factory import unwrapped
 from library.training.optim.preconditioning import Directions, InputPreconditioner
 from library.training.parallel.parallelize import ParallelSpec, devices_to_fill, place_blocks
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
-from library.training.plan import ImagePlan, resolve_images
+from library.training.plan import ImagePlan, resolve_images, why_no_directions
 from library.training.report.progress import FIRST_STEP, LOADING, SAMPLING, Work, counting
 from library.training.run_inputs import RunInputs, dataset_settings, idle_options, require_same
 from library.training.sampling import painting
@@ -171,6 +171,8 @@ class ImageLora(LoraTask):
         merged = {"base_weights": self.base_weights.fingerprint()}
         self.resume_keys = resume_keys(config) | trained_text | merged | asked
         self._say_defaults()
+        if config.preservation.preserve != "none" and (reason := why_no_directions(config, general=True)):
+            self.console.print(f"note: preserve_directions = 0: {reason}", soft_wrap=True)
         if raw_config.flow.timestep_sampling == "auto" and family.files.scheduler is None:
             kind, (*_, how) = "the distilled" if family.distilled else "the", family.own_sampling().items()
             taken = f"no scheduler beside the transformer, which is taken for {kind} {family.layout.title}"

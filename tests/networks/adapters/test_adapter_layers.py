@@ -142,6 +142,20 @@ def test_a_full_lokr_saves_its_input_alone() -> None:
     assert saved["lora"][0] == x.numel()
 
 
+@pytest.mark.parametrize("kind", ["lokr", "loha"])
+def test_layers_with_a_common_input_keep_one_cast_of_it(kind: str) -> None:
+    """Under autocast q, k and v would each save their own copy of it in bf16."""
+    layers, kept = [make(kind, FrozenLinear.adopt(linear(seed)), factor=4) for seed in range(3)], dict[int, int]()
+    x = inputs(512).requires_grad_()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t.numel()) and t, lambda t: t),
+    ):
+        outputs = project_together(layers, x)
+    assert [*kept.values()].count(x.numel()) == 1
+    assert len(outputs) == 3
+
+
 def test_loha_is_pefts_forward_and_backward() -> None:
     ours = make("loha")
     theirs = peft_layer(LoHaConfig(r=RANK, alpha=ALPHA, target_modules=["inner"]), ours.base)

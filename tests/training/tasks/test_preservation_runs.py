@@ -599,7 +599,7 @@ def test_a_lora_learns_least_in_the_directions_that_general_images_use(
 
 
 def test_what_preserves_weighs_two_and_keeps_directions_unless_it_is_said(
-    base: Path, files: dict[str, Any], tmp_path: Path
+    base: Path, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset, short = files.pop("dataset_config"), {"max_train_steps": 1, "preserve_share": 0.1}
     cases: dict[str, tuple[dict[str, Any], tuple[float, int]]] = {
@@ -610,7 +610,8 @@ def test_what_preserves_weighs_two_and_keeps_directions_unless_it_is_said(
     for name, (given, expected) in cases.items():
         config = run(base, dataset, tmp_path / name, **files, **short, **given).task.plan.config
         assert (config.training.prior_loss_weight, config.preservation.preserve_directions) == expected, name
-    with pytest.raises(UserError, match="preserve_directions: they are a lora's and a dora's; remove it"):
+        assert ("note: preserve_directions = 0: they are kept" in capsys.readouterr().out) == (name == "lokr")
+    with pytest.raises(UserError, match="preserve_directions: they are kept out of A, which only lora and dora have"):
         run(
             base,
             dataset,
