@@ -153,19 +153,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
                 | _known(path, inside[0] if inside else None)
                 | {"name": Path(path).name, "repeats": 0}
             )
-    for image in images:
-        image["findings"] = []
-    kinds = []
-    for kind, found in report.by_kind().items():
-        named = [sorted({n for path in one.paths for n in numbers[path]}) for one in found]
-        findings = [{"text": one.text, "images": of} for one, of in zip(found, named, strict=True)]
-        kinds.append({"kind": kind, "title": title(found), "is_error": found[0].is_error, "findings": findings})
-        for one, of in zip(found, named, strict=True):
-            for number in of:
-                other = next((images[n]["name"] for n in of if images[n]["path"] != images[number]["path"]), "another")
-                short = KINDS[kind]["short"].format(other=other)
-                found_there = {"kind": kind, "short": short, "is_error": one.is_error, "text": one.text}
-                images[number]["findings"].append(found_there)
+    kinds = _put_findings(report, images, numbers)
     several = len(config.datasets) > 1
     return {
         "dataset": str(config.path),
@@ -183,6 +171,26 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
             for number, size in sorted(buckets)
         ],
     }
+
+
+def _put_findings(
+    report: Report, images: list[dict[str, Any]], numbers: Mapping[str, list[int]]
+) -> list[dict[str, Any]]:
+    """Give each image its findings; return those of each kind, which name images by their ``numbers``."""
+    for image in images:
+        image["findings"] = []
+    kinds = []
+    for kind, found in report.by_kind().items():
+        named = [sorted({n for path in one.paths for n in numbers[path]}) for one in found]
+        findings = [{"text": one.text, "images": of} for one, of in zip(found, named, strict=True)]
+        kinds.append({"kind": kind, "title": title(found), "is_error": found[0].is_error, "findings": findings})
+        for one, of in zip(found, named, strict=True):
+            for number in of:
+                other = next((images[n]["name"] for n in of if images[n]["path"] != images[number]["path"]), "another")
+                short = KINDS[kind]["short"].format(other=other)
+                found_there = {"kind": kind, "short": short, "is_error": one.is_error, "text": one.text}
+                images[number]["findings"].append(found_there)
+    return kinds
 
 
 def _known(image: str, subset: Subset | None, caption_file: str | None = None) -> dict[str, Any]:

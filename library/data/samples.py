@@ -214,13 +214,7 @@ def scan(
         used = [one.image.size for one in of_dataset if one.group.subset.only is None]
         if used:
             result.sizes[number] = describe_sizes(buckets, [*filter(None, used)])
-    if chosen := {sample.image.path for sample in result.held_out if sample.settings.validation_split == "auto"}:
-        known = chosen.union(sample.image.path for sample in result.listed if not sample.settings.is_reg)
-        line = f"{len(chosen)} of {len(known)} images held out to validate on; validation_split = 0 trains on all"
-        result.unused.append(f"{config.path}: {line}")
-    elif any(one.settings.validation_split == "auto" for each in config.datasets for one in each.subsets):
-        why = f"no subset has {LEAST_TO_HOLD_OUT} images; 0.2 holds out a fifth"
-        result.warnings.append(f'{config.path}: validation_split = "auto" holds out no image, as {why}')
+    _note_auto_split(config, result)
     result.warnings.extend(result.unused)
     if (number := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
         raise UserError(
@@ -230,6 +224,17 @@ def scan(
     result.indexes.extend(indexes.values())
     _check_split(config, result)
     return result
+
+
+def _note_auto_split(config: DatasetConfig, result: Scan) -> None:
+    """Say what ``validation_split = "auto"`` holds out."""
+    if chosen := {sample.image.path for sample in result.held_out if sample.settings.validation_split == "auto"}:
+        known = chosen.union(sample.image.path for sample in result.listed if not sample.settings.is_reg)
+        line = f"{len(chosen)} of {len(known)} images held out to validate on; validation_split = 0 trains on all"
+        result.unused.append(f"{config.path}: {line}")
+    elif any(one.settings.validation_split == "auto" for each in config.datasets for one in each.subsets):
+        why = f"no subset has {LEAST_TO_HOLD_OUT} images; 0.2 holds out a fifth"
+        result.warnings.append(f'{config.path}: validation_split = "auto" holds out no image, as {why}')
 
 
 def cache_folder(dataset: Dataset, subset: Subset) -> Path:
