@@ -27,7 +27,7 @@ def write_corpus(folder: Path) -> Path:
     draw = random.Random(0)
     texts = [json.dumps({"text": " ".join(draw.choices(WORDS, k=40))}) for _ in range(120)]
     (folder / "texts.jsonl").write_text("\n".join(texts))
-    words = ["--train_tokenizer", "300", "--workers", "0", "--validation_share", "0.1"]
+    words = ["--train_tokenizer", "300", "--validation_share", "0.1"]
     prepare(parser().parse_args([str(folder), *words, "--save_to", str(folder / "tokens")]))
     return folder / "tokens"
 
