@@ -9,7 +9,7 @@ without preservation, and all are used on the plain student in four steps.
 
     loss       held-out loss at the end, of the model that the LoRA is trained in
     few_steps  relative distance of latents after four steps from those after 20, of the plain student with the LoRA
-    sharpness  mean square of the Laplacian of the four-step images over that of the 20-step images: blurred is below 1
+    sharpness  mean square of the Laplacian of the four-step images over that of the held-out ones, decoded as these are
     size, wrong, picture   of its effect on the student beside that of the base's LoRA on the base: bench/distilled.py
 """
 
@@ -76,14 +76,15 @@ def measure_seed(seed: int, place: Path, images: int) -> Measured:
             more |= {"base_weights": adapter} if case.endswith("adapter") else {}
             train_lora(seed, lora.parent, **settings, **distilled.SILENT, **SHORT, **more)
     served, eval_set = distilled.served_on(place, folder, loras["the base"], images)
-    found = Measured()
+    encoder, found = served.family.load_image_encoder(served.dtype, served.device), Measured()
+    painted = sharpness([encoder.decode(batch.latents)[0] for batch in eval_set.batches])
     for case, lora in loras.items():
         few, many = (finished(served, lora, eval_set, steps) for steps in (STEPS, distilled.BASE_STEPS))
         wanted, records = torch.stack(many.latents), (lora.parent / "metrics.jsonl").read_text().splitlines()
         found[case] = distilled.effect_on_student(served, eval_set, lora) | {
             "loss": [json.loads(record)["val_loss"] for record in records if '"val_loss"' in record][-1],
             "few_steps": float((torch.stack(few.latents) - wanted).norm() / wanted.norm()),
-            "sharpness": sharpness(few.images) / sharpness(many.images),
+            "sharpness": sharpness(few.images) / painted,
         }
     return found
 
