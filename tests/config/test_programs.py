@@ -557,6 +557,7 @@ def test_a_lokr_of_each_program_is_trained_as_there(here: Path, full: bool) -> N
         others = ("attn",) if family == "z_image" else ("img_attn", "txt_attn", *["single"] * (family == "flux"))
         assert found.factors == dict.fromkeys(others, 16) | dict.fromkeys(mlps, 8)
         assert full or (found.dim, found.alpha) == (12, 1.0)
+        assert toml.load("my.toml")["saving"]["save_format"] == "comfy"  # what it would be without is not read there
         assert (notes["lycoris.apply_preset.target_module"].outcome == "refused") == (family != "qwen_image")
     notes = notes_of(config | {"lycoris_config": "gone.json"}, "SimpleTuner", here)
     assert notes["lycoris_config"].outcome == "refused"
