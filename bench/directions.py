@@ -23,7 +23,7 @@ from PIL import Image
 
 from bench.measure import Table, benchmark_parser, finish
 from bench.painting import COLOURS, paint_shape, to_image
-from bench.tiny_runs import ROOT, mean_and_spread, run
+from bench.tiny_runs import TRAINING, mean_and_spread, run
 
 STRENGTHS, STEPS = (-2, -1, 0, 1, 2), 40
 TRAINED = [f"{colour} {shape}" for shape in ("circle", "square") for colour in ("red", "blue", "yellow")]
@@ -33,15 +33,11 @@ WAYS: dict[str, dict[str, object]] = {
     "slider of images": {"train_on": "slider"},
     "preference pairs": {"train_on": "preferences", "dpo_beta": 100, "sample_at_first": True},
 }
-FLAGS = {
-    "pretrained_model_name_or_path": ROOT / "assets" / "tiny-flux",
+FLAGS = TRAINING | {
     "network_dim": 8,
     "learning_rate": 1e-3,
     "max_train_steps": STEPS,
     "validate_every_n_steps": STEPS,
-    "timestep_sampling": "shift",
-    "discrete_flow_shift": 1.6,
-    "max_data_loader_n_workers": 0,
 }
 
 

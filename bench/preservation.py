@@ -33,23 +33,19 @@ from PIL import Image
 
 from bench.measure import Table, benchmark_parser, finish
 from bench.painting import COLOURS, SHAPES, Pixels, background, coverage, paint, paint_shape, paint_zorbo, to_image
-from bench.tiny_runs import ROOT, mean_and_spread, run
+from bench.tiny_runs import BASE, ROOT, TRAINING, mean_and_spread, run
 
-MODEL, DEMO = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "demo_dataset"
+DEMO = ROOT / "assets" / "demo_dataset"
 IMAGES, STEPS, EVERY, BATCH = 16, 100, 25, 2
-FLAGS = {
-    "pretrained_model_name_or_path": MODEL,
+FLAGS = TRAINING | {
     "network_dim": 16,
     "network_alpha": 16,
     "learning_rate": 2e-3,
     "lr_scheduler": "constant_with_warmup",
     "lr_warmup_steps": 20,
-    "timestep_sampling": "shift",
-    "discrete_flow_shift": 1.6,
     "max_train_steps": STEPS,
     "validate_every_n_steps": EVERY,
     "general_prompts": DEMO / "general.txt",
-    "max_data_loader_n_workers": 0,
     "no-sample_at_end": True,
 }
 
@@ -128,6 +124,7 @@ def ways(word: str) -> dict[str, tuple[str, dict[str, object]]]:
 
 
 Curve = np.ndarray  # a run's validations: seconds of training until there, held-out loss, change elsewhere
+Curves = Mapping[tuple[str, int], Curve]  # (subject, seed) -> its run
 
 
 def at(curve: Curve, loss: float) -> np.ndarray:
@@ -136,6 +133,22 @@ def at(curve: Curve, loss: float) -> np.ndarray:
     before, after = curve[1, i : i + 2]
     share = (before - loss) / (before - after) if before > after else 1.0
     return curve[:, i] + share * (curve[:, i + 1] - curve[:, i])
+
+
+def at_equal_learning(found: Mapping[str, Curves]) -> dict[str, np.ndarray]:
+    """Return way -> the three [cases, 3] where the loss is what all ways of a case have reached."""
+    cases = list(next(iter(found.values())))
+    level = {case: max(min(curves[case][1]) for curves in found.values()) for case in cases}
+    return {way: np.array([at(curves[case], level[case]) for case in cases]) for way, curves in found.items()}
+
+
+def curve_of(output: Path) -> Curve:
+    """Return how the validations of the run in ``output`` went."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    per_step = {line["step"]: line["s_per_it"] for line in lines if "loss" in line}
+    found = [line for line in lines if "val_loss" in line]
+    seconds = [sum(s for step, s in per_step.items() if step <= line["step"]) for line in found]
+    return np.array([seconds, *([line[key] for line in found] for key in ("val_loss", "val_prior_loss"))])
 
 
 class ZeroShot:
@@ -148,7 +161,7 @@ class ZeroShot:
     SIGMAS, CHOICES, COUNT = (0.5, 0.7, 0.85), 4, 32
 
     def __init__(self) -> None:
-        rng, self.pipe = np.random.default_rng(5), FluxPipeline.from_pretrained(str(MODEL), torch_dtype=torch.float32)
+        rng, self.pipe = np.random.default_rng(5), FluxPipeline.from_pretrained(str(BASE), torch_dtype=torch.float32)
         self.pipe.set_progress_bar_config(disable=True)
         self.images, self.captions = [], []
         colours, shapes = [name for name in COLOURS if name not in ("black", "white", "gray")], list(SHAPES)
@@ -201,23 +214,16 @@ def train(folder: Path, name: str, way: str, seed: int) -> Curve:
     data, output = folder / name / f"{dataset}.toml", run_folder(folder, (name, seed), way)
     own = FLAGS | options | {"dataset_config": data, "cache_directory": folder / "cache"}
     run("train_lora.py", **own, output_dir=output, seed=seed)
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    per_step = {line["step"]: line["s_per_it"] for line in lines if "loss" in line}
-    found = [line for line in lines if "val_loss" in line]
-    seconds = [sum(s for step, s in per_step.items() if step <= line["step"]) for line in found]
-    return np.array([seconds, *([line[key] for line in found] for key in ("val_loss", "val_prior_loss"))])
+    return curve_of(output)
 
 
-def rows_of(found: Mapping[str, Mapping[tuple[str, int], Curve]], known: Mapping[str, float]) -> list[dict[str, Any]]:
+def rows_of(found: Mapping[str, Curves], known: Mapping[str, float]) -> list[dict[str, Any]]:
     """Return a row for each way: means over subjects and seeds, with the words that are ``known`` after each way."""
     cases, rows = list(found[PLAIN]), []
     for way, curves in found.items():
         beside = {other: c for other, c in found.items() if other.startswith("masked") == way.startswith("masked")}
-        plain = beside[MASKED if way.startswith("masked") else PLAIN]
-        # the validation loss that all of them have reached
-        level = {case: max(min(each[case][1]) for each in beside.values()) for case in cases}
-        equal = np.array([at(curves[case], level[case]) for case in cases])
-        shares = equal / [at(plain[case], level[case]) for case in cases]
+        reached = at_equal_learning(beside)
+        equal, shares = reached[way], reached[way] / reached[MASKED if way.startswith("masked") else PLAIN]
         ends = np.array([curves[case][:, [0, -1]] for case in cases])  # [cases, 3, 2]
         row: dict[str, Any] = {
             "way": way,

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -24,7 +24,13 @@ from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / "assets" / "tiny-flux-fill"
+MODEL, BASE = ROOT / "assets" / "tiny-flux-fill", ROOT / "assets" / "tiny-flux"
+TRAINING = {  # of the base
+    "pretrained_model_name_or_path": BASE,
+    "timestep_sampling": "shift",
+    "discrete_flow_shift": 1.6,
+    "max_data_loader_n_workers": 0,
+}
 SIGMAS, GUIDANCE = (0.8, 0.4), 1.0
 
 
@@ -77,12 +83,19 @@ def _dataset(folder: Path, subset: str) -> Path:
     return path
 
 
-def run(script: str, *words: object, **options: object) -> None:
-    """Run a script of this repository with ``words``, then each of ``options`` as a flag; True is a flag alone."""
+def flags(options: Mapping[str, object]) -> list[str]:
+    """Return each option as a flag and its value, or values of a list; True is a flag alone."""
+    words = list[str]()
     for name, value in options.items():
-        words += (f"--{name}",) if value is True else (f"--{name}", value)
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def run(script: str, *words: object, **options: object) -> None:
+    """Run a script of this repository with ``words``, then each of ``options`` as a flag."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, script, *map(str, words)]
+    command = [sys.executable, script, *map(str, words), *flags(options)]
     subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True)
 
 
