@@ -220,9 +220,8 @@ class LokrWeights(AddedWeights):
         musubi-tuner's ``networks/lokr.py`` knows no other w1. Its network takes an alpha for alpha / rank or for
         nothing by the layer's size, whatever ``factor`` cut it, and the larger side of a plain w2 for the rank.
         """
-        parts = {name: tensor.detach().cpu() for name, tensor in self.tensors.items() if name.startswith("lokr_w1")}
-        w1 = LokrWeights(parts, self.alpha).w1(torch.float64) * self.scale
-        others = {name: tensor for name, tensor in self.tensors.items() if name not in parts}
+        w1 = self.to(torch.device("cpu")).w1(torch.float64).detach() * self.scale
+        others = {name: tensor for name, tensor in self.tensors.items() if not name.startswith("lokr_w1")}
         return LokrWeights({"lokr_w1": w1, **others}, float(rank_of(others) or max(others["lokr_w2"].shape)))
 
     def w1(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -77,7 +77,7 @@ def combine_loras(loras: Sequence[tuple[Mapping[str, AdapterWeights], float]]) -
     Returns:
         A LoRA where all are LoRAs, see :func:`combine`, else a combination.
     """
-    parts: dict[str, list[tuple[AdapterWeights, float]]] = {}
+    parts: dict[str, list[tuple[Any, float]]] = {}
     for weights, strength in loras:
         for name, module in weights.items() if strength else ():
             listed = parts.setdefault(name, [])
@@ -86,11 +86,8 @@ def combine_loras(loras: Sequence[tuple[Mapping[str, AdapterWeights], float]]) -
                 raise UserError(
                     f"{name}: LoRAs for layers of {first} and {module.shape}; merge one into the model first"
                 )
-    loras_alone = {name: [(w, s) for w, s in listed if isinstance(w, LoraWeights)] for name, listed in parts.items()}
-    return {
-        name: combine(loras_alone[name]) if len(loras_alone[name]) == len(listed) else CombinedWeights.of_parts(listed)
-        for name, listed in parts.items()
-    }
+    are_loras = {name: all(isinstance(w, LoraWeights) for w, _ in listed) for name, listed in parts.items()}
+    return {n: (combine if are_loras[n] else CombinedWeights.of_parts)(listed) for n, listed in parts.items()}
 
 
 def update_norm(weights: LoraWeights | LokrWeights | LohaWeights) -> float:
