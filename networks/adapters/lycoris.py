@@ -118,7 +118,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         x, w1, w2 = ctx.saved_tensors
         g = gradients[0]  # [N, out_1, out_2]
-        w2_gradient = g.reshape(-1, len(w2)).t() @ torch.matmul(w1, x).view(-1, w2.shape[1])
+        w2_gradient = g.reshape(-1, len(w2)).t() @ torch.matmul(w1, x).reshape(-1, w2.shape[1])
         h = torch.matmul(g, w2)  # [N, out_1, in_2]
         w1_gradient = torch.matmul(h, x.mT).sum(0)
         return torch.matmul(w1.t(), h) if ctx.needs_input_grad[0] else None, w1_gradient, w2_gradient
