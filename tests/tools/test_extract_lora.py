@@ -124,7 +124,7 @@ def test_models_of_two_architectures_are_refused_in_one_line(files: dict[str, Pa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "command line: the following arguments are required: --dim"),
+        ([], "--dim: a LoRA has a rank; give it"),
         (["--dim", 0], "command line: argument --dim: '0' is no whole number from 1"),
         (["--dim", 4, "--model_org", "nowhere"], "--model_org 'nowhere' does not exist; give a local"),
     ],
