@@ -153,6 +153,14 @@ def value_range(values: Iterable[float]) -> str:
     return f"{least:g}" if least == most else f"{least:g} to {most:g}"
 
 
+def rank_range(ranks: Iterable[int]) -> str:
+    """Return "rank 4 to 16", and how many have "full matrices": of a LoKr without a rank, which is 0 here."""
+    found = list(ranks)
+    low = [rank for rank in found if rank]
+    full = f", of {len(found) - len(low)} full matrices" if len(low) < len(found) else ""
+    return f"rank {value_range(low)}{full}" if low else "full matrices"
+
+
 def lora_source(text: str) -> LoraSource:
     """Return the file and strength of ``file[:strength]``; one on the hub is downloaded."""
     from networks.merging.merge import LoraSource

@@ -47,10 +47,10 @@ from tools.command import (
     count,
     finite,
     lora_source,
+    rank_range,
     show_progress,
     tool_console,
     tool_parser,
-    value_range,
 )
 
 _OF_A_MODEL = ("transformer_only",)
@@ -92,9 +92,9 @@ def merge_into_lora(options: argparse.Namespace) -> str:
     comment = "merged from " + ", ".join(f"{source.path.name}:{source.ratio:g}" for source in options.lora)
     saved_as = SavedAs(options.save_format, options.save_precision)
     save_derived_lora(options.save_to, weights, targets, metadata, comment, files, saved_as)
-    ranks = value_range(layer.after for layer in layers)
+    ranks = rank_range(layer.after for layer in layers)
     kept = f"; at least {min(layer.kept for layer in layers):.2%} of each layer's sum kept" if by_svd else ""
-    sizes = f"{counted(len(layers), 'layer')} of {counted(len(options.lora), 'LoRA')}, rank {ranks}"
+    sizes = f"{counted(len(layers), 'layer')} of {counted(len(options.lora), 'LoRA')}, {ranks}"
     return f"{options.save_to}: {sizes}{kept}"
 
 

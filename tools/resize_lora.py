@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.errors import UserError, counted, exit_on_user_error
 from networks.merging import RANK_RULES
-from tools.command import add_lora_output, check_lora_output, count, finite, tool_parser, value_range
+from tools.command import add_lora_output, check_lora_output, count, finite, rank_range, tool_parser
 
 if TYPE_CHECKING:
     from networks.merging.low_rank import ResizedLayer
@@ -87,9 +87,13 @@ def main() -> None:
     options = parser.parse_args()
     layers = resize(options)
     for layer in layers if options.verbose else ():
-        print(f"{layer.name}: rank {layer.before} -> {layer.after}, {layer.kept:.2%} kept, ratio {layer.ratio:.3g}")
-    ranks, least = value_range(layer.after for layer in layers), min(layer.kept for layer in layers)
-    print(f"{options.save_to}: {counted(len(layers), 'layer')}, rank {ranks}; at least {least:.2%} of each update kept")
+        before, after = layer.before or "full", layer.after or "full"
+        print(f"{layer.name}: rank {before} -> {after}, {layer.kept:.2%} kept, ratio {layer.ratio:.3g}")
+    ranks, least = rank_range(layer.after for layer in layers), min(layer.kept for layer in layers)
+    became = f"at least {least:.2%} of each update kept"
+    if not options.network_type and all(layer.after == layer.before for layer in layers):
+        became = "no layer became smaller; lower --new_rank or --dynamic_param"
+    print(f"{options.save_to}: {counted(len(layers), 'layer')}, {ranks}; {became}")
 
 
 if __name__ == "__main__":

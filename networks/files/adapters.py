@@ -31,6 +31,7 @@ from networks.files.weights import (
     RowsDependError,
     non_lora_kind,
     rank_of,
+    unscaled_alpha,
 )
 
 
@@ -218,7 +219,8 @@ def _adapter_of(
 ) -> AdapterWeights:
     """Return the adapter that one module's tensors are, checked."""
     alpha = tensors.pop("alpha", None)
-    if {"lokr_w1", "lokr_w2"} <= tensors.keys():
+    is_whole = {"lokr_w1", "lokr_w2"} <= tensors.keys()
+    if is_whole:
         alpha = None  # scales nothing; ai-toolkit's of full rank, 9999999999, is infinite in fp16
     if "token_rows" in tensors:
         tokens = stated.tokens_of(module.place.modules[0]) if stated else None
@@ -238,7 +240,8 @@ def _adapter_of(
         if not (stated_rank := stated.rank_of(name)):
             raise UserError(f"{where}: no r of it in PEFT's config; merge it with peft (merge_and_unload)")
         return kind.of(tensors, 1.0).scaled(stated.alpha_of(name, stated_rank) / stated_rank)
-    value = float(rank) if stated is None or not rank else stated.alpha_of(name, rank)
+    value = unscaled_alpha(tensors) if is_whole else float(rank)
+    value = value if stated is None or not rank else stated.alpha_of(name, rank)
     value = float(alpha) if alpha is not None else value
     if "down" in tensors:
         value = value or float(rank)  # alpha 0 means "no scaling" in sd-scripts

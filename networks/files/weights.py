@@ -112,6 +112,11 @@ def rank_of(tensors: Mapping[str, Tensor]) -> int:
     return next((tensors[n].shape[0] for n in ("down", "lokr_w2_b", "lokr_w1_b", "hada_w1_b") if n in tensors), 0)
 
 
+def unscaled_alpha(tensors: Mapping[str, Tensor]) -> float:
+    """Return the alpha by which nobody scales: the rank, or where there is none what others take for it, w2's side."""
+    return float(rank_of(tensors) or max(tensors["lokr_w2"].shape))
+
+
 class AddedWeights(AdapterWeights):
     """What is added to the base's weight."""
 
@@ -222,7 +227,7 @@ class LokrWeights(AddedWeights):
         """
         w1 = self.to(torch.device("cpu")).w1(torch.float64).detach() * self.scale
         others = {name: tensor for name, tensor in self.tensors.items() if not name.startswith("lokr_w1")}
-        return LokrWeights({"lokr_w1": w1, **others}, float(rank_of(others) or max(others["lokr_w2"].shape)))
+        return LokrWeights({"lokr_w1": w1, **others}, unscaled_alpha(others))
 
     def w1(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the smaller factor, multiplied out."""

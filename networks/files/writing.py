@@ -8,6 +8,8 @@ wherever one looks for it. The alpha of the training is noted in the header for 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -159,11 +161,25 @@ def save_derived_lora(
     before = strings.get("ss_training_comment", "None")
     strings["ss_training_comment"] = comment if before in ("", "None") else f"{comment}; {before}"
     kind = next(module.kind for module in weights.values())
+    if arguments := strings.get("ss_network_args"):
+        is_whole = any(each.rank == 0 for each in weights.values())
+        strings["ss_network_args"] = _still_true(arguments, kind, is_whole)
     layout = saved_as.save_format or next((file.layout for file in sources[:1]), "")
     if layout not in SAVE_FORMATS or (not saved_as.save_format and kind not in layout_of(kind, layout).kinds):
         layout = "peft" if targets.own_names else "diffusers" if kind == "lora" else "comfy"
     precision = saved_as.precision or widest_precision(*(file.weights for file in sources))
     save_adapter(save_to, weights, targets, layout, precision, strings)
+
+
+def _still_true(arguments: str, kind: str, is_whole: bool) -> str:
+    """Return ``ss_network_args``, a JSON object, without what the layers of a LoKr no longer are."""
+    stale = "full_matrix" if kind == "lokr" else "full_matrix|decompose_both|algo|(.*_)?factor"
+    try:
+        given = json.loads(arguments)
+        kept = {key: value for key, value in given.items() if is_whole or not re.fullmatch(stale, key)}
+    except (ValueError, AttributeError):  # another program's
+        return arguments
+    return arguments if kept == given else json.dumps(kept)
 
 
 def widest_precision(*loras: Mapping[str, AdapterWeights]) -> str:

@@ -187,12 +187,11 @@ def smaller_lokr(weights: LokrWeights, choose: Choose) -> tuple[LokrWeights, Res
     values = spectrum.values
     rank, most = choose(values), weights.tensors["lokr_w2_b"].shape[0] if "lokr_w2_b" in weights.tensors else 0
     if rank >= (most or min(max(w2.shape) / 2, w2.numel() / sum(w2.shape))):
-        kept = most or len(values)
-        return weights, ResizedLayer("", kept, kept, 1.0, _ratio(values, kept))
+        return weights, ResizedLayer("", most, most, 1.0, _ratio(values, most or len(values)))
     w2_lora = spectrum.lora(rank)
     tensors = {"lokr_w1": w1, "lokr_w2_a": w2_lora.up, "lokr_w2_b": w2_lora.down}
     tensors |= {name: tensor for name, tensor in weights.tensors.items() if name == "rows"}
-    layer = ResizedLayer("", most or len(values), rank, spectrum.kept(rank), _ratio(values, rank))
+    layer = ResizedLayer("", most, rank, spectrum.kept(rank), _ratio(values, rank))
     return LokrWeights(tensors, weights.scale * rank), layer
 
 
@@ -268,7 +267,7 @@ def _randomised(matrix: Tensor, columns: int, generator: torch.Generator) -> tup
 
 @dataclass(frozen=True)
 class ResizedLayer:
-    """One layer: ranks before and after, the share of the sum of squares kept, largest over smallest value kept."""
+    """One layer: ranks before and after (0: full matrices), share of the sum of squares and range of values kept."""
 
     name: str
     before: int
@@ -323,8 +322,7 @@ def resize_lora(
         parts = whole.up.split(ends) if picked[0] is None else [whole.up[rows] for rows in picked]
         for name, up in zip(names, parts, strict=True):
             resized[name] = LoraWeights(whole.down, up, whole.alpha)
-            before = first.rank or len(spectrum.values)
-            layers.append(ResizedLayer(name, before, rank, spectrum.kept(rank), _ratio(spectrum.values, rank)))
+            layers.append(ResizedLayer(name, first.rank, rank, spectrum.kept(rank), _ratio(spectrum.values, rank)))
     return resized, layers
 
 

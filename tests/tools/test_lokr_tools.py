@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -102,7 +104,9 @@ def test_a_lokr_of_the_joined_layer_stays_one(
 
 def test_resizing_keeps_the_best_of_w2_and_says_how_much(tmp_path: Path) -> None:
     stem = "lycoris_transformer_blocks_0_ff_net_2"  # 32 x 128
-    path, small = write(tmp_path / "a.safetensors", (stem, lokr(128, 32))), tmp_path / "small.safetensors"
+    path, small = tmp_path / "a.safetensors", tmp_path / "small.safetensors"
+    trained_with = {"ss_network_args": json.dumps({"factor": "4", "full_matrix": "True"})}
+    save_file({f"{stem}.{name}": tensor for name, tensor in lokr(128, 32).items()}, path, trained_with)
     said = printed(resize_lora, "--lora", path, "--save_to", small, "--new_rank", 3, "--model_type", "flux")
     (before,), (after,) = deltas(path).values(), deltas(small).values()
     values = np.linalg.svd(load_file(path)[f"{stem}.lokr_w2"].double().numpy())[1]
@@ -110,10 +114,28 @@ def test_resizing_keeps_the_best_of_w2_and_says_how_much(tmp_path: Path) -> None
     assert float((before - after).square().sum() / before.square().sum()) == pytest.approx(1 - kept, abs=1e-5)
     assert f"at least {kept:.2%} of each update kept" in said
     assert load_file(small)[f"{stem}.alpha"] == 3  # alpha / rank was 1: nothing was of low rank
+    with safe_open(small, "pt") as file:
+        assert json.loads(file.metadata()["ss_network_args"]) == {"factor": "4"}
     words = ("--save_to", tmp_path / "b.safetensors", "--dynamic_method", "sv_fro", "--dynamic_param", 0.8)
     call(resize_lora, "--lora", path, *words, "--model_type", "flux")
     rank = int(np.argmax((values**2).cumsum() >= 0.64 * (values**2).sum())) + 1
     assert load_file(tmp_path / "b.safetensors")[f"{stem}.lokr_w2_b"].shape[0] == rank
+
+
+def test_full_matrices_stay_full_with_an_alpha_by_which_nobody_scales(tmp_path: Path) -> None:
+    stem, flux = "lycoris_transformer_blocks_0_ff_net_2", ("--model_type", "flux")
+    path, made = write(tmp_path / "a.safetensors", (stem, lokr(128, 32))), tmp_path / "b.safetensors"
+    words = ("--lora", path, "--save_to", made, "--overwrite", *flux)
+    assert "1 layer, full matrices; no layer became smaller" in printed(resize_lora, *words, "--new_rank", 999)
+    (before,), (after,) = deltas(path).values(), deltas(made).values()
+    torch.testing.assert_close(after, before)
+    side = 32.0  # w2 is 8 x 32; a reader divides by no rank, or by the larger side
+    assert load_file(made)[f"{stem}.alpha"] == side
+    said = printed(merge_lora, "--lora", f"{path}:0.5", *words[2:])
+    assert "1 layer of 1 LoRA, full matrices" in said
+    assert load_file(made)[f"{stem}.alpha"] == side
+    (after,) = deltas(made).values()
+    torch.testing.assert_close(after, before / 2)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
