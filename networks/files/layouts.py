@@ -228,7 +228,10 @@ def refuse_other_family(path: Path, targets: LoraTargets) -> None:
     fitting = fitting_targets(header)
     if fitting and not any(row.keys is targets.keys for row in fitting):
         names = " or ".join(row.family for row in fitting)
-        raise of_other_family(path, TITLES[non_lora_kind(header) or "lora"], names, targets.family)
+        title = TITLES[non_lora_kind(header) or "lora"]
+        if targets.own_names:
+            raise UserError(f"{path}: is a {title} of {names}, not of {targets.family}; give a model of its kind")
+        raise of_other_family(path, title, names, targets.family)
 
 
 def of_other_family(path: Path, what: str, found: str, wanted: str) -> UserError:
