@@ -185,7 +185,7 @@ def test_a_fault_at_any_call_leaves_the_model_as_it_was_or_ends_the_run(change: 
         if output is not None:  # the ring brings what lies at home
             assert torch.equal(model(x), output), failed
     assert changed, "the scope changes something"
-    assert len(left_out) > 10, "most faults are taken back"
+    assert len(left_out) > 5, "faults are taken back"
     assert stopped, "some are not"
 
 
