@@ -179,7 +179,8 @@ def training_toml(translation: Translation, config: TrainConfig, source: str) ->
     for note in translation.notes:
         if note.outcome in ("changed", "default"):
             comments[note.key] = "; ".join(filter(None, (comments.get(note.key), note.text)))
-    comments |= {note.to: f"from {note.key}" for note in translation.notes if note.to}
+    taken = [note for note in translation.notes if note.to]
+    comments |= {to: "from " + ", ".join(note.key for note in taken if note.to == to) for to in {n.to for n in taken}}
     lines = [f"# Made by tools/migrate_config.py from {source}.", ""]
     for name in sections():
         section = getattr(config, name)

@@ -315,7 +315,8 @@ class NetworkConfig(Section):
 
     network_type: Annotated[Literal["lora", "dora", "lokr", "loha"], MUST_MATCH, _NOT_FROM_FILE] = Field(
         "lora",
-        description="kind of adapter; dora is saved for diffusers or ComfyUI, lokr and loha for ComfyUI alone",
+        description="kind of adapter; dora loads in diffusers or ComfyUI; lokr and loha in ComfyUI, with some families "
+        "in musubi-tuner or (lokr) diffusers too",
     )
     network_dim: Annotated[Size, MUST_MATCH, _NOT_FROM_FILE] = Field(FAMILY, description="rank")
     network_alpha: Annotated[float, Field(gt=0, le=1_000_000), MUST_MATCH, _NOT_FROM_FILE] = Field(

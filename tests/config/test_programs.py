@@ -14,6 +14,7 @@ import pytest
 import toml
 import torch
 import yaml
+from diffusers import FluxTransformer2DModel
 from PIL import Image
 from torch.testing import assert_close
 
@@ -273,6 +274,7 @@ def test_the_tables_name_keys_that_are_there(program: str) -> None:
         "default",
         "like",
         "area",
+        "times",
     }
     parts = [(key, "dataset" if key.startswith(tables["datasets"]) else "training") for key in tables["entry"]]
     assert all(key.removeprefix(f"{tables['datasets']}.*.") in tables[part] for key, part in parts)
@@ -541,14 +543,22 @@ def test_a_lokr_of_each_program_is_trained_as_there(here: Path, full: bool) -> N
         "lokr_full_matrix": full,
     }
     given |= {"lokr_decompose_both": True, "lokr_use_tucker": False, "dropout_probability": 0.1, "lora_rank": 9}
+    given |= {"lora_decompose": True, "lokr_weight_decompose": True}  # the first is of LoRAs alone
     notes = notes_of(one_trainer("FLUX_DEV_1", **given), "OneTrainer", here)
     assert (ours().kind, ours().factor, ours().full_matrix) == ("lokr", 8, full)
     assert full or (ours().dim, ours().alpha, ours().decompose_both) == (6, 3.0, True)
     refused = {key for key, note in notes.items() if note.outcome == "refused" and key in given}
-    assert refused == {"dropout_probability"} | ({"lokr_decompose_both"} if full else set())
+    assert refused == {"dropout_probability", "lokr_weight_decompose"} | ({"lokr_decompose_both"} if full else set())
+    assert notes["lora_alpha"].outcome == ("left out" if full else "renamed")
+    assert "from lokr_decompose_factor, lokr_full_matrix" in Path("my.toml").read_text() or not full
 
     (here / "lycoris_config.json").write_text(json.dumps(LOKR_JSON | {"full_matrix": full, "linear_dim": 12}))
     config = simple_tuner("flux", lora_type="lycoris", lycoris_config="config/lycoris_config.json", lora_rank=9)
+    with torch.device("meta"):
+        parts = dict(FluxTransformer2DModel(num_layers=1, num_single_layers=1).named_modules())
+    layers = [name for name, part in parts.items() if isinstance(part, torch.nn.Linear)]
+    targeted = [name for name, part in parts.items() if type(part).__name__ in ("FluxAttention", "FeedForward")]
+    inside = {layer for layer in layers if any(layer.startswith(f"{name}.") for name in targeted)}
     for family, model_type in (("flux", "flux"), ("qwen_image", "qwen_image"), ("z_image", "z_image")):
         notes = notes_of(config | {"--model_family": family}, "SimpleTuner", here)
         found = ours(model_type)
@@ -557,8 +567,11 @@ def test_a_lokr_of_each_program_is_trained_as_there(here: Path, full: bool) -> N
         others = ("attn",) if family == "z_image" else ("img_attn", "txt_attn", *["single"] * (family == "flux"))
         assert found.factors == dict.fromkeys(others, 16) | dict.fromkeys(mlps, 8)
         assert full or (found.dim, found.alpha) == (12, 1.0)
+        if family == "flux":
+            trained = found.trained_layers(lora_targets()["flux"], ["transformer"])
+            assert {name.replace(".{i}.", ".0.") for name in trained} == inside
         assert toml.load("my.toml")["saving"]["save_format"] == "comfy"  # what it would be without is not read there
-        assert (notes["lycoris.apply_preset.target_module"].outcome == "refused") == (family != "qwen_image")
+        assert (notes["lycoris.apply_preset.target_module"].outcome == "refused") == (family == "z_image")
     notes = notes_of(config | {"lycoris_config": "gone.json"}, "SimpleTuner", here)
     assert notes["lycoris_config"].outcome == "refused"
 
@@ -568,7 +581,11 @@ def test_steps_of_ai_toolkit_are_as_many_updates_as_there(here: Path, key: str, 
     """BaseSDTrainProcess.py: a step is one backward pass with gradient_accumulation_steps, else one update."""
     data = ai_toolkit({"arch": "flux"})
     train = {"steps": 3000, key: each, "lr_scheduler": "constant_with_warmup"}
-    data["config"]["process"][0] |= {"train": train, "save": {"save_every": 250}, "sample": {"prompts": ["x"]}}
+    data["config"]["process"][0] |= {
+        "train": train,
+        "save": {"save_every": 250, "max_step_saves_to_keep": 7},
+        "sample": {"prompts": ["x"]},
+    }
     notes_of(data, "ai-toolkit", here)
     ours = load_config(["--config_file", "my.toml"])
     updates, waiting = 0, 1
@@ -579,6 +596,8 @@ def test_steps_of_ai_toolkit_are_as_many_updates_as_there(here: Path, key: str, 
     assert (ours.training.max_train_steps, ours.training.gradient_accumulation_steps) == (updates, each)
     share = updates / 3000
     assert ours.saving.save_every_n_steps == int(250 * share)
+    every, last = ours.saving.save_every_n_steps, ours.saving.save_last_n_steps
+    assert sum(step >= every * 20 - last for step in range(every, every * 20 + 1, every)) == 7
     assert ours.sampling.sample_every_n_steps == int(100 * share)  # unset there
     assert ours.optimizer.lr_warmup_steps == int(1000 * share)
 

@@ -13,6 +13,7 @@ row has
     as       value there -> value here; others stay as they are
     each     what the items of the value, a list here, are separated by
     add      added to a number
+    times    a key by whose value it is multiplied then
     per      a key that says how many steps there are one here
     area     a number of megapixels becomes the side of their square, in multiples of this
     option   what is written after the sample prompts, "--w {}"
@@ -329,6 +330,7 @@ def _meaning(row: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> tu
     value = (values or row.get("as", {})).get(word, value)
     try:
         value = float(value) + row["add"] if "add" in row else value
+        value = int(value * float(given[row["times"]])) if "times" in row else value
         there = _word(given.get(row.get("per", "")))
         if there.isdigit() and int(there) > 1 and float(value) >= 1:
             value, but = max(1, int(value) // int(there)), f"; {there} steps there are one here"
