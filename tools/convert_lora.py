@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--lora", required=True, type=Path, help="LoRA file, or a folder written by PEFT")
     add_lora_output(parser, format_required=True)
     options = parser.parse_args()
+    from networks.files.readers import read_by_none
     from networks.files.verify import loads_in
 
     targets, read, written, difference = convert(
@@ -111,7 +112,12 @@ def main() -> None:
     console.print(f"to    {summary(options.save_to, written)}")
     same = f"to {difference:.0e} of its size" if difference else "to the last bit that can be measured"
     console.print(f"checked: every layer's update is the same {same}")
-    console.print(loads_in_table(each.row for each in loads_in(options.save_to, written.weights, targets)))
+    programs = loads_in(options.save_to, written.weights, targets)
+    console.print(loads_in_table(each.row for each in programs))
+    kind = next(weights.kind for weights in written.weights.values())
+    problem = read_by_none(written.weights, targets, options.save_format, kind)
+    if problem and not any(each.is_right for each in programs):
+        console.print(f"note: {problem}")
 
 
 if __name__ == "__main__":

@@ -204,6 +204,7 @@ answer_early(__name__, lambda: parser().parse_args())
 
 import torch
 
+from library.config.model_layouts import is_lora
 from library.fidelity.conditioning import as_program_gives
 from library.fidelity.deployed import DeployedWeights, parse_deployment
 from library.fidelity.deployed_parts import complete, fields, settle
@@ -345,6 +346,10 @@ def _report_distilled(options: argparse.Namespace, console: Console) -> None:
     path = Path(options.distilled).expanduser()
     if not path.exists():
         raise UserError(f"--distilled {options.distilled}: no such file or folder; check the path")
+    if path.suffix == ".safetensors" and is_lora(read_safetensors_header(path)):
+        raise UserError(
+            f"--distilled {path}: a LoRA, not a model; merge it into the model first (tools/merge_lora.py), give that"
+        )
     flags = [f"the flags of {name}" for name in variant_of(options).changes() if name != "weights"]
     flags += [f"--{name}" for name in ("deploy", "server", "server_image") if getattr(options, name)]
     if flags or options.fix is not None:

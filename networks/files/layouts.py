@@ -110,16 +110,6 @@ def split_key(key: str) -> tuple[str, str | None]:
     return (key[: match.start()], _ROLES.get(match[0])) if match else (key, None)
 
 
-def check_save_format(kind: str, save_format: str) -> None:
-    """Refuse a layout that no program would load the kind of adapter from."""
-    if kind not in layout_of(kind, save_format).kinds:
-        allowed = [name for name in SAVE_FORMATS if kind in layout_of(kind, name).kinds]
-        raise UserError(
-            f"save_format: no program loads network_type {kind} from the layout {save_format}; "
-            f"set save_format = {' or '.join(allowed)}"
-        )
-
-
 def layout_of(kind: str, save_format: str, targets: LoraTargets | None = None) -> Layout:
     """Return the row that is written: other kinds than LoRA have keys of their own in ComfyUI and musubi-tuner.
 

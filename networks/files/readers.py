@@ -219,7 +219,7 @@ def check_readers(
         if lost := sorted(set(names) - readable(reader, names, targets, save_format, kind)):
             raise UserError(
                 f"save_for: {reader.name} reads no {TITLES[kind]} of {names_in_short(lost, 2)} from save_format "
-                f"{save_format}; {remedy(reader, names, targets, kind)}"
+                f"{save_format}; {remedy(reader, names, targets, kind, is_made=False)}"
             )
         if reader.header and len(set(factors)) > 1:
             raise UserError(f"save_for: {reader.name}: {ONE_FACTOR}")
@@ -231,25 +231,42 @@ def read_by_none(names: Collection[str], targets: LoraTargets, save_format: str,
     read = [readable(reader, names, targets, save_format, kind) for reader in having]
     if not having or any(len(found) == len(names) for found in read):
         return None
-    suiting = {found for reader in having for found in formats_for(reader, names, targets, kind)}
-    if not suiting:
+    if not (suiting := suiting_formats(names, targets, kind)):
         return None
     lost = sorted(set(names).difference(*read)) or sorted(names)
     return (
         f"save_format: no program reads {names_in_short(lost, 2)} from {save_format}; "
-        f"set save_format = {' or '.join(sorted(suiting))}"
+        f"set save_format = {' or '.join(suiting)}"
     )
 
 
-def remedy(reader: Reader, names: Collection[str], targets: LoraTargets, kind: str) -> str:
-    """Return what to do for a program to read every one of ``names``."""
+def check_save_format(kind: str, save_format: str, names: Collection[str], targets: LoraTargets) -> None:
+    """Refuse a layout that no program would load the kind of adapter from; ``names``: the modules."""
+    if kind not in layout_of(kind, save_format).kinds:
+        allowed = [name for name in SAVE_FORMATS if kind in layout_of(kind, name).kinds]
+        raise UserError(
+            f"save_format: no program loads network_type {kind} from the layout {save_format}; "
+            f"set save_format = {' or '.join(suiting_formats(names, targets, kind) or allowed)}"
+        )
+
+
+def suiting_formats(names: Collection[str], targets: LoraTargets, kind: str) -> list[str]:
+    """Return the layouts from which some program reads every one of ``names``."""
+    having = [reader for reader in READERS if targets.family in reader.families]
+    found = {each for reader in having for each in formats_for(reader, names, targets, kind)}
+    return [each for each in SAVE_FORMATS if each in found]
+
+
+def remedy(reader: Reader, names: Collection[str], targets: LoraTargets, kind: str, is_made: bool = True) -> str:
+    """Return what to do for a program to read every one of ``names``; not ``is_made``: before the training."""
     if kind == FullWeights.kind:
         return "merge it into the model: no format that is written here has biases or full differences"
     if found := formats_for(reader, names, targets, kind):
         return f"set save_format = {' or '.join(found)}"
     if kind != "lora" and formats_for(reader, names, targets, "lora"):
-        made = ", make a LoRA of it (tools/resize_lora.py)" if kind in ("lokr", "loha") else ""
-        return f"it takes no {TITLES[kind]} of ours; set network_type = lora{made}, or merge it into the model"
+        made = "make a LoRA of it (resize_lora.py --network_type lora), or " if kind in ("lokr", "loha") else ""
+        instead = made if is_made else "set network_type = lora, or "
+        return f"it takes no {TITLES[kind]} of ours; {instead}merge it into the model"
     return "it takes them from no format; leave these layers out, or merge the LoRA into the model"
 
 

@@ -27,7 +27,6 @@ from networks.files.layouts import (
     PRECISIONS,
     SAVE_FORMATS,
     Layout,
-    check_save_format,
     key_stem,
     layout_of,
     place_of,
@@ -40,6 +39,7 @@ from networks.files.metadata import (
     hash_metadata,
     save_peft_config,
 )
+from networks.files.readers import check_save_format
 from networks.files.weights import (
     NORMS,
     AdapterWeights,
@@ -75,7 +75,7 @@ def save_adapter(
     if targets.own_names and save_format != "peft":
         raise UserError(f"save_format: LoRAs of {targets.family} are kept in PEFT's layout alone; leave it out")
     kind = next((module.kind for module in weights.values() if not isinstance(module, TokenRowWeights)), "lora")
-    check_save_format(kind, save_format)
+    check_save_format(kind, save_format, weights, targets)
     layout = layout_of(kind, save_format, targets)
     tensors: dict[str, Tensor] = {}
     for stem, module in _by_stem(weights, targets, layout, save_format).items():

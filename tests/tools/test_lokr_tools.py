@@ -156,7 +156,7 @@ def test_what_a_tool_cannot_do_with_a_kind_is_said(tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", (stem, lokr(32, 32)))
     flux = ("--model_type", "flux")
     message = refusal(convert_lora, "--lora", path, *to, "--save_format", "diffusers", *flux)
-    assert "no program loads network_type lokr from the layout diffusers; set save_format = kohya or comfy" in message
+    assert "no program loads network_type lokr from the layout diffusers; set save_format = comfy" in message
     norms = {"dora_scale": torch.ones(32, 1)}
     dora = write(tmp_path / "dora.safetensors", (stem, lokr(32, 32) | norms))
     for tool, words in ((convert_lora, ("--save_format", "comfy")), (resize_lora, ("--new_rank", 2))):

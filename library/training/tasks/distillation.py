@@ -57,8 +57,8 @@ from library.training.plan import base_dtype
 from library.training.report.progress import counting
 from library.training.tasks.image_step import Teacher
 from library.training.tasks.task import run_length
-from networks.files.adapters import load_lora
-from networks.files.weights import LoraWeights
+from networks.files.adapters import load_trainable
+from networks.files.weights import AdapterWeights, AddedWeights
 from networks.merging.merge import read_base_weights
 from networks.network import attach_lora
 
@@ -83,7 +83,7 @@ def prepare_teacher(
     if family.quantized_file() is not None:
         raise UserError(f"distill_from: {settings.distill_from} is in fp8; give the bf16 model")
     weights = _lora_weights(lora, family.targets)
-    if settings.distill_effect and not any(each.up.any() and each.down.any() for each in weights.values()):
+    if settings.distill_effect and all(map(_is_zero, weights.values())):
         raise UserError(f"distill_lora: {lora} is zero and changes nothing, so it has no effect to learn; give another")
     folder = Path(settings.distill_cache or Path(config.saving.output_dir) / "teacher")
     teacher = Teacher(folder / _key(config, family, lora, data, accelerator), settings.distill_weight)
@@ -141,9 +141,13 @@ def _load_base(config: TrainConfig, family: Family, loader: WeightLoader, device
     return transformer.requires_grad_(False).eval()
 
 
-def _lora_weights(lora: str, targets: LoraTargets) -> dict[str, LoraWeights]:
+def _is_zero(weights: AdapterWeights) -> bool:
+    return isinstance(weights, AddedWeights) and not all(factor.any() for factor in weights.tensors.values())
+
+
+def _lora_weights(lora: str, targets: LoraTargets) -> dict[str, AdapterWeights]:
     """Return layer of the transformer -> weights."""
-    weights = targets.by_component(load_lora(lora, targets).weights).get(targets.file_prefix, {})
+    weights = targets.by_component(load_trainable(lora, targets).weights).get(targets.file_prefix, {})
     if not weights:
         raise UserError(f"distill_lora: {lora} has nothing for the transformer; give the LoRA that was trained in bf16")
     return weights

@@ -45,9 +45,8 @@ from library.training.plan import LoraPlan, as_in_state, family_options, with_pr
 from library.training.report.progress import loads_in_table
 from library.training.tasks.task import Task, describe_steps, run_length
 from networks.files.adapters import load_lora, load_trainable
-from networks.files.layouts import check_save_format
 from networks.files.metadata import base_mismatch, build_metadata, trained_alphas, weight_file
-from networks.files.readers import check_readers, read_by_none
+from networks.files.readers import check_readers, check_save_format, read_by_none
 from networks.files.verify import check_file
 from networks.network import AdapterNetwork, attach_lora, inject_adapter, refuse_large_rank
 
@@ -93,7 +92,6 @@ class LoraTask(Task):
 
     def _check(self, config: TrainConfig | ChatTrainConfig) -> None:
         check_optimizer(config.optimizer)
-        check_save_format(config.network.network_type, config.saving.save_format)
         weights = config.network.network_weights
         if weights and not Path(weights).exists():
             raise UserError(f"network_weights: {weights} does not exist{broken_link(weights)}; check the path")
@@ -110,6 +108,8 @@ class LoraTask(Task):
                 read the LoRA from its format.
         """
         training, network, options = self.plan.config.training, self.plan.config.network, self.plan.network.options
+        names = options.trained_layers(self.plan.network.targets, self.plan.network.rates)
+        check_save_format(options.kind, self.plan.config.saving.save_format, names, self.plan.network.targets)
         shapes = [shape for name in base.names if len(shape := base.shape(name)) == 2]
         ranks = [(f"network_args: {option}", options.dims[kind]) for kind, option in options.dim_sources.items()]
         for option, rank in ranks if network.dim_from_weights else [("network_dim", options.dim), *ranks]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from networks.files.adapters import load_adapter, load_lora
-from networks.files.layouts import LAYOUTS, check_save_format, split_key
+from networks.files.layouts import LAYOUTS, split_key
+from networks.files.readers import check_save_format
 from networks.files.weights import KINDS as WEIGHTS
 from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork, inject_adapter
@@ -175,7 +176,7 @@ def test_going_on_with_another_alpha_keeps_the_update_and_the_configs_alpha(
 
 def test_only_layouts_that_can_be_asked_for_are_offered() -> None:
     with pytest.raises(UserError, match="set save_format = diffusers or comfy$"):
-        check_save_format("dora", "kohya")
+        check_save_format("dora", "kohya", [], FLUX_TARGETS)
 
 
 def test_every_tensor_is_read_by_the_name_it_is_written_with() -> None:

@@ -471,7 +471,7 @@ REFUSED = [
     (Z_IMAGE_TARGETS, "comfy", "lora", "sd-scripts", (), "sd-scripts has no model z_image"),
     (FLUX3_TARGETS, "kohya", "lora", "diffusers", (), "set save_format = diffusers or comfy"),
     (FLUX_TARGETS, "diffusers", "dora", "comfyui", (), "reads no DoRA .*set save_format = comfy"),
-    (FLUX_TARGETS, "comfy", "lokr", "diffusers", (), "takes no LoKr of ours; set network_type = lora"),
+    (FLUX_TARGETS, "comfy", "lokr", "diffusers", (), "takes no LoKr of ours; set network_type = lora, or merge it"),
     (
         lora_targets()["flux_fill"],
         "kohya",
@@ -531,7 +531,7 @@ def test_a_format_from_which_nobody_reads_a_layer_is_told() -> None:
     said = read_by_none(names, FLUX_TARGETS, "diffusers", "lora")
     assert said is not None
     assert said.startswith("save_format: no program reads text_encoder_2.")
-    assert said.endswith(" from diffusers; set save_format = comfy or kohya")
+    assert said.endswith(" from diffusers; set save_format = kohya or comfy")
     assert read_by_none(names, FLUX_TARGETS, "kohya", "lora") is None
     check_readers(["comfyui", "sd-scripts"], names, FLUX_TARGETS, "kohya", "lora")
 

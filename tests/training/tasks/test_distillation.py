@@ -19,7 +19,7 @@ from library.errors import UserError
 from library.models.family_by_name import model_family
 from library.training.flow import add_noise, noise_for, sample_sigmas
 from networks.files.adapters import load_lora
-from networks.files.weights import LoraWeights
+from networks.files.weights import LokrWeights, LoraWeights
 from networks.files.writing import save_adapter
 from networks.network import attach_lora
 from tests.runs import call, largest_difference, lora, pipeline_forward, run, write_dataset
@@ -90,6 +90,11 @@ def test_on_a_distilled_model_the_answers_are_its_own_with_the_loras_effect_on_t
     none = tmp_path / "none.safetensors"
     zeroed = {n: LoraWeights(w.down, 0 * w.up, w.alpha) for n, w in load_lora(liked, FLUX_TARGETS).weights.items()}
     save_adapter(none, zeroed, FLUX_TARGETS)
+    one, kronecker = torch.ones(1, 1), tmp_path / "lokr.safetensors"  # 1 (x) B A is the same update
+    liked_weights = load_lora(liked, FLUX_TARGETS).weights
+    factors = {n: {"lokr_w1": one, "lokr_w2_a": w.up, "lokr_w2_b": w.down} for n, w in liked_weights.items()}
+    lokrs = {name: LokrWeights(each, liked_weights[name].alpha) for name, each in factors.items()}
+    save_adapter(kronecker, lokrs, FLUX_TARGETS, "comfy")
 
     def answers(name: str, teacher: Path, lora_file: Path, **more: object) -> list[torch.Tensor]:
         settings = {"network_weights": liked, "network_alpha": 4, "distill_from": teacher, "distill_lora": lora_file}
@@ -99,6 +104,7 @@ def test_on_a_distilled_model_the_answers_are_its_own_with_the_loras_effect_on_t
         return [load_file(path)["velocity"] for path in sorted((tmp_path / name / "teacher").rglob("*.safetensors"))]
 
     found = answers("effect", base, liked, distill_effect=True)
+    torch.testing.assert_close(answers("lokr", base, kronecker, distill_effect=True), found, rtol=1e-4, atol=1e-5)
     parts = answers("with", base, liked), answers("without", base, none), answers("own", turbo, none)
     for effect, taught_with, without, own in zip(found, *parts, strict=True):
         assert (taught_with - without).norm() > 0.01 * own.norm()
