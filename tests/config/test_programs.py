@@ -554,6 +554,7 @@ def test_a_lokr_of_each_program_is_trained_as_there(here: Path, full: bool) -> N
 
     (here / "lycoris_config.json").write_text(json.dumps(LOKR_JSON | {"full_matrix": full, "linear_dim": 12}))
     config = simple_tuner("flux", lora_type="lycoris", lycoris_config="config/lycoris_config.json", lora_rank=9)
+    config |= {"--use_dora": True}  # of lora_type standard alone
     with torch.device("meta"):
         parts = dict(FluxTransformer2DModel(num_layers=1, num_single_layers=1).named_modules())
     layers = [name for name, part in parts.items() if isinstance(part, torch.nn.Linear)]
