@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -285,7 +286,7 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 def test_pictures_are_painted_by_what_paints_them_now(
     base: Path, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each change of what a picture follows from is another folder."""
+    """Each change of what pictures follow from is other pictures; another prompt is one more."""
     pipeline = shutil.copytree(base, tmp_path / "base")
     dataset = files.pop("dataset_config")
     samples, sizes = tmp_path / "samples.txt", Path(dataset)
@@ -302,13 +303,14 @@ def test_pictures_are_painted_by_what_paints_them_now(
         "size": lambda: sizes.write_text(sizes.read_text().replace("resolution = 64", "resolution = 96")),
         "prompt": lambda: Path(files["general_prompts"]).write_text(GENERAL + "a hat --s 2\n"),
     }
-    folders = 0
+    found = list[int]()
     for name, change in changes.items():
         change()
         run(pipeline, dataset, tmp_path / name, **files)
-        found = len({path.parent for path in painted(tmp_path / "cache")})
-        assert found - folders == {"prompt": 1}.get(name, 2), name
-        folders = found
+        found.append(len(painted(tmp_path / "cache")))
+    of_each = [found[0], *(after - before for before, after in itertools.pairwise(found))]
+    own = {"seed": found[0] - 1, "size": found[0] - 1, "prompt": 1}  # a prompt of the four has its own of both
+    assert dict(zip(changes, of_each, strict=True)) == dict.fromkeys(changes, 4) | own
 
 
 def test_the_sheet_of_general_prompts_has_the_bases_image_beside_the_loras(
