@@ -30,7 +30,7 @@ from library.randomness import generator
 from networks.adapters.base import AdapterLinear
 from networks.adapters.combined import CombinedLinear
 from networks.adapters.lora import DoRALinear, LoRALinear, init_pissa, join
-from networks.adapters.lycoris import LoHaLinear, LoKrLinear
+from networks.adapters.lycoris import LoHaLinear, LoKrLinear, other_factors, refuse_large_factor
 from networks.adapters.tokens import TiedHead, TokenRows
 from networks.files.adapters import load_trainable
 from networks.files.layouts import LAYOUTS
@@ -234,6 +234,11 @@ class AdapterNetwork:
         if self.options.kind == "lokr":
             sides = sum(layer.in_features + layer.out_features for layer in self.modules.values())
             lines.append(f"  as many parameters as a LoRA of rank {total / sides:.1f} has")
+            shapes: dict[int, list[tuple[int, int]]] = {}
+            for each in (layer for layer in self.modules.values() if isinstance(layer, LoKrLinear)):
+                shapes.setdefault(each.factor, []).append(each.w1_shape)
+            found = (other_factors(factor, each) for factor, each in shapes.items() if factor > 0)
+            lines += [f"  {words}" for words in found if words]
             if full := sum(isinstance(layer, LoKrLinear) and layer.is_full for layer in self.modules.values()):
                 which = "all" if full == len(self.modules) else f"{full} of the"
                 lines.append(f"  rank and alpha have no effect on {which} modules: their matrices are full")
@@ -384,9 +389,8 @@ def _refuse_factors(kinds: Mapping[str, str], linears: Mapping[str, Any], option
         option, names = f"{kind}_factor" if kind else "factor", [n for n in kinds if kind in (None, kinds[n])]
         if not names:
             raise UserError(f"network_args: {option}: no {kind} layers are trained; set {kind}_dim too, or remove it")
-        largest = max(size for name in names for size in (linears[name].out_features, linears[name].in_features))
-        if factor > largest:
-            raise UserError(f"network_args: {option}={factor}: no layer has more than {largest} rows or columns")
+        shapes = [(linears[name].out_features, linears[name].in_features) for name in names]
+        refuse_large_factor(f"network_args: {option}", factor, shapes)
 
 
 def refuse_large_rank(option: str, rank: int, shapes: Iterable[Sequence[int]], kind: str) -> None:

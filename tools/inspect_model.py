@@ -134,14 +134,22 @@ def lora_view(report: LoraReport) -> RenderableType:
             table.add_row(
                 f"  {name}",
                 str(len(layers)),
-                value_range(layer.rank for layer in layers),
-                value_range(layer.alpha for layer in layers),
+                sizes(layers),
+                value_range(layer.alpha for layer in layers) if any(layer.rank for layer in layers) else "",
                 f"{math.hypot(*(layer.rms for layer in layers)) / len(layers) ** 0.5:.2e}",
             )
     heads += [Text(note, "yellow") for note in report.notes]
     parts = [table] if report.layers else []
     parts += [loads_in_table(each.row for each in report.loads_in)] if report.loads_in else []
     return Group(Padding(Group(*heads), (0, 0, 0, 2)), *parts)
+
+
+def sizes(layers: Sequence[LoraLayer]) -> str:
+    """Return the ranks of layers of one name; of LoKrs "w1 8x8, w2 full", as at the start of a run."""
+    if not any(layer.w1 for layer in layers):
+        return value_range(layer.rank for layer in layers)
+    found = (f"w1 {layer.w1}, {f'rank {layer.rank}' if layer.rank else 'w2 full'}" for layer in layers)
+    return "; ".join(dict.fromkeys(found))
 
 
 def _by_part(layers: Sequence[LoraLayer]) -> dict[str, list[LoraLayer]]:

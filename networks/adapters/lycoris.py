@@ -21,6 +21,7 @@ Names, splitting and initial weights are LyCORIS's, so that its readers (ComfyUI
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from library.errors import UserError
 from networks.adapters.base import AdapterLinear, fill, in_compute_dtype, new_parameter
+
+
+def refuse_large_factor(option: str, factor: int, shapes: Iterable[Sequence[int]]) -> None:
+    """Refuse a factor that is larger than every side of the layers it is for; ``shapes``: [out, in] of them."""
+    largest = max((max(shape) for shape in shapes), default=factor)
+    if factor > largest:
+        raise UserError(f"{option}={factor}: no layer has more than {largest} rows or columns; lower it")
+
+
+def other_factors(factor: int, w1_shapes: Iterable[Sequence[int]]) -> str | None:
+    """Return in words which factors were taken where ``factor`` is none of a side, or not its smaller one."""
+    taken = sorted({side for shape in w1_shapes for side in shape} - {factor})
+    words = ", ".join(map(str, taken))
+    return f"factor {factor} is not the smaller factor of every side; w1 has {words} there" if taken else None
 
 
 class LoKrLinear(AdapterLinear):
@@ -53,7 +69,7 @@ class LoKrLinear(AdapterLinear):
         super().__init__(base, rank, alpha)
         out_small, out_large = sorted(factorization(self.out_features, factor))
         in_small, in_large = sorted(factorization(self.in_features, factor))
-        self._in_shape, self._w1_shape = (in_small, in_large), (out_small, in_small)
+        self._in_shape, self.w1_shape, self.factor = (in_small, in_large), (out_small, in_small), factor
 
         def add(name: str, rows: int, columns: int, is_product: bool) -> None:
             shapes = (
@@ -73,7 +89,7 @@ class LoKrLinear(AdapterLinear):
     @property
     def size(self) -> str:
         """Rows and columns of w1, and the rank of what is a product."""
-        return f"w1 {self._w1_shape[0]}x{self._w1_shape[1]}, {'w2 full' if self.is_full else super().size}"
+        return f"w1 {self.w1_shape[0]}x{self.w1_shape[1]}, {'w2 full' if self.is_full else super().size}"
 
     @property
     def scale(self) -> float:

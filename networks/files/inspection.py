@@ -35,7 +35,8 @@ class LoraLayer:
     Attributes:
         name: the layer. part, block, layer: the name before its block's number, the number, the rest; part is "" and
             block None outside the blocks.
-        rank, alpha: scale is alpha / rank. Of a LoKr it is w2's, and alpha the rank where both factors are whole.
+        rank, alpha: scale is alpha / rank. Of a LoKr of full matrices the rank is 0, and alpha nothing.
+        w1: "8x8", of a LoKr; else "".
         norm: Frobenius norm of the update. rms: root mean square of its elements.
     """
 
@@ -45,6 +46,7 @@ class LoraLayer:
     layer: str
     rank: int
     alpha: float
+    w1: str
     norm: float
     rms: float
 
@@ -112,5 +114,5 @@ def _layer(name: str, weights: LoraWeights | LokrWeights | LohaWeights) -> LoraL
     norm = update_norm(weights)
     rows, columns = weights.shape
     rms = norm / (rows * (columns or 1)) ** 0.5
-    rank = weights.rank or min(weights.tensors["lokr_w2"].shape)
-    return LoraLayer(name, part, block, layer, rank, weights.alpha if weights.rank else float(rank), norm, rms)
+    w1 = "{}x{}".format(*weights.w1().shape) if isinstance(weights, LokrWeights) else ""
+    return LoraLayer(name, part, block, layer, weights.rank, weights.alpha, w1, norm, rms)

@@ -23,6 +23,7 @@ from library.models.layer_names import KeyNames, LoraTargets
 from library.precision.checkpoint import WeightFiles
 from library.randomness import generator
 from library.safetensors_io import read_tensor
+from networks.adapters.lycoris import other_factors, refuse_large_factor
 from networks.files.base import Base, BaseModule, find_modules
 from networks.files.weights import AdapterWeights, LokrWeights
 from networks.merging.low_rank import decompose, nearest_kronecker, smaller_lokr
@@ -85,6 +86,8 @@ def extract_lora(
         if before is not None and after is not None:
             name = f"{targets.family}'s {encoder.name}"
             pairs.append(_pair((before, after), encoder.keys, f"{encoder.name}.", name))
+    shapes = [place.shape for pair in pairs for place in pair.places[0].values()]
+    refuse_large_factor("--factor", factor, shapes)
     total, done = sum(len(pair.places[0]) for pair in pairs), 0
     weights: dict[str, AdapterWeights] = {}
     kept: dict[str, float] = {}
@@ -106,6 +109,9 @@ def extract_lora(
     if not weights:
         raise UserError(f"{tuned.path}: its linear layers are those of {original.path}; there is nothing to extract")
     notes = [note for pair in pairs for note in _other_differences(pair)]
+    lokrs = [made.w1().shape for made in weights.values() if isinstance(made, LokrWeights)]
+    if words := other_factors(factor, lokrs):
+        notes.append(words)
     return Extraction(weights, kept, beside, total - len(weights), notes)
 
 

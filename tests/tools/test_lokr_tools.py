@@ -205,6 +205,13 @@ def test_extraction_gives_back_a_lokr_that_was_merged(rank: int, tmp_path: Path,
     assert "at least 100.00% of each difference kept" in said
     (shape,) = {tensor.shape for key, tensor in load_file(made).items() if key.endswith(("lokr_w2_b", "lokr_w2"))}
     assert shape == ((rank, 32) if rank else (8, 32))
+    over = [*words[:2], "--factor", 24, "--overwrite"]
+    said_of_other = printed(extract_lora, *models, "--save_to", made, *over)
+    assert (
+        "note: factor 24 is not the smaller factor of every side; w1 has 4, 8 there" in said_of_other  # 4x8, 8x16
+    )  # other is 2, 8
+    over[3] = 5000
+    assert "--factor=5000: no layer has more than" in refusal(extract_lora, *models, "--save_to", made, *over)
     size = 16 + (rank * 40 if rank else 256)  # numbers in w1 and w2
     (one, *_) = before.values()
     values = np.linalg.svd(one.numpy())[1]

@@ -44,6 +44,7 @@ from library.training.parallel.parallelize import ParallelSpec
 from library.training.plan import LoraPlan, as_in_state, family_options, with_precision
 from library.training.report.progress import loads_in_table
 from library.training.tasks.task import Task, describe_steps, run_length
+from networks.adapters.lycoris import refuse_large_factor
 from networks.files.adapters import load_lora, load_trainable
 from networks.files.metadata import base_mismatch, build_metadata, trained_alphas, weight_file
 from networks.files.readers import check_readers, check_save_format, read_by_none
@@ -114,6 +115,8 @@ class LoraTask(Task):
         ranks = [(f"network_args: {option}", options.dims[kind]) for kind, option in options.dim_sources.items()]
         for option, rank in ranks if network.dim_from_weights else [("network_dim", options.dim), *ranks]:
             refuse_large_rank(option, rank, shapes, options.kind)
+        for kind, factor in (("", options.factor), *options.factors.items()):
+            refuse_large_factor(f"network_args: {f'{kind}_factor'.lstrip('_')}", factor, shapes)
         if not network.dim_from_weights:  # whose layers the end's check knows
             self._check_readers()
         if network.network_weights:
