@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from library.config.markers import split_pairs
+from library.config.rules import network_conflicts
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
 from library.files import read_toml
@@ -48,7 +49,6 @@ from library.models.layer_names import LoraTargets
 _REPLACED = read_toml(Path(__file__).with_name("replaced_args.toml"))[0]
 _INDEX = r"\d{1,9}"
 _MOST = 10**9  # of a rank or factor
-_LOKR_KEYS = ("factor", "decompose_both", "full_matrix")
 _TEXT_KEYS = ("train_t5xxl", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")  # of families that train text
 _LANGUAGE_KEYS = ("trainable_token_indices",)
 _OF_TRANSFORMER = (
@@ -221,8 +221,8 @@ def _check_kind(config: NetworkConfig, values: Mapping[str, str]) -> None:
     for key in values:
         if key.startswith("loraplus_") and not low_rank:
             raise UserError(f"network_args: {key}: network_type {kind} has no A and B; remove it")
-        if (key in _LOKR_KEYS or key.endswith("_factor")) and kind != "lokr":
-            raise UserError(f"network_args: {key}: has no effect on network_type {kind}, only on lokr; remove it")
+    if conflicts := list(network_conflicts(config)):
+        raise UserError(conflicts[0].message)
     if config.use_rslora and not low_rank:
         raise UserError(f"use_rslora: is about the scale of a LoRA or DoRA, not of network_type {kind}; remove it")
     if start != "default" and kind != "lora":

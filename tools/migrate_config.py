@@ -22,13 +22,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.config.family_defaults import preset_group, presets
 from library.config.kohya.command import SCRIPT_SUFFIXES, Command, read_command, read_command_file
 from library.config.kohya.translate import drop_inert, find_tool, translate
 from library.config.kohya.translation import Note, Translation
 from library.config.load import fields, read_arguments, sections, validated
 from library.config.model_types import MODEL_TYPES
 from library.config.programs.translate import Translated, translate_foreign
+from library.config.rules import layout_conflicts, reason_alone
 from library.config.schema import TrainConfig
 from library.errors import UserError, counted, exit_on_user_error
 from library.files import find_program, read_text, toml_string, toml_text, write_text
@@ -113,9 +113,9 @@ def migrate_foreign(program: str, text: str, path: Path, save_to: Path, overwrit
         translation.default("model_type", edits, "", "the dataset has control images")
     if described & {"conditioning_data_dir", "alpha_mask"}:
         translation.default("masked_loss", True, "", "the dataset has masks")
-    of_kind = presets(preset_group(training["model_type"], network_type=training.get("network_type")))
-    if "save_format" in of_kind and "save_format" not in training:
-        translation.default("save_format", of_kind["save_format"][0], "", of_kind["save_format"][1])
+    for conflict in layout_conflicts(training.get("network_type", "lora"), training.get("save_format", "diffusers")):
+        training.pop("save_format", None)
+        translation.default("save_format", "comfy", "", reason_alone(conflict.message, "save_format"))
     drop_inert(translation, fields(), list(training))
     _save_training(translation, save_to, f"{path.name}, a configuration of {program}", overwrite)
     if found.datasets:

@@ -23,7 +23,8 @@ from library.config.markers import is_nothing, listed, options, unmet_of
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.optimizer_types import ELEMENTWISE, SHARDABLE, OptimizerType, estimates_step_size, optimizer_named
 from library.config.pretrain_schema import PretrainConfig
-from library.config.schema import ModelConfig, TrainConfig
+from library.config.run_schema import KINDS_OF_LAYOUT
+from library.config.schema import ModelConfig, NetworkConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -606,6 +607,9 @@ def find_conflicts(config: TrainConfig | ChatTrainConfig | PretrainConfig) -> It
     found = [*_without_effect(config, settings)]
     if isinstance(config, TrainConfig):
         found += model_conflicts(config.model)
+        found += layout_conflicts(config.network.network_type, config.saving.save_format)
+    if not isinstance(config, PretrainConfig):
+        found += network_conflicts(config.network)
     for rule in RULES[type(config)]:
         found += rule.conflicts(settings)
     yield from {conflict.message: conflict for conflict in found}.values()
@@ -630,6 +634,27 @@ def _without_effect(config: Any, settings: Settings) -> Iterator[Conflict]:
             message = f"{key}: has no effect {marker.reason(settings.values)}; remove it"
             keys = (key, *marker.unmet(settings.values))
             yield Conflict(keys, message, harmless=True, overridden=marker.overridden)
+
+
+def is_of_lokr(pair: str) -> bool:
+    """Whether one of ``network_args`` has a meaning for LoKr alone."""
+    key = pair.partition("=")[0].strip()
+    return key in ("factor", "full_matrix", "decompose_both") or key.endswith("_factor")
+
+
+def network_conflicts(network: NetworkConfig) -> Iterator[Conflict]:
+    """Yield a conflict for each of ``network_args`` that the kind of adapter does not take."""
+    for pair in filter(is_of_lokr, network.network_args if network.network_type != "lokr" else ()):
+        what = f"network_args: {pair.partition('=')[0].strip()}"
+        message = f"{what}: has no effect on network_type {network.network_type}, only on lokr; remove it"
+        yield Conflict(("network_args", "network_type"), message)
+
+
+def layout_conflicts(kind: str, save_format: str) -> Iterator[Conflict]:
+    """Yield a conflict if no program would load this kind of adapter from the layout."""
+    if kind not in KINDS_OF_LAYOUT[save_format]:
+        message = f"no program loads network_type {kind} from the layout {save_format}; set save_format = comfy"
+        yield Conflict(("save_format", "network_type"), f"save_format: {message}")
 
 
 def model_conflicts(model: ModelConfig) -> Iterator[Conflict]:

@@ -14,6 +14,15 @@ from library.errors import UserError
 from library.files import find_bad_name
 
 LORAS = OnlyFor(("images", "chats"), "is for LoRAs, whose files carry metadata; remove it")
+# layout -> the kinds of adapter that a program loads from it
+KINDS_OF_LAYOUT = {
+    "diffusers": ("lora", "dora"),
+    "kohya": ("lora", "lokr", "loha"),
+    "comfy": ("lora", "dora", "lokr", "loha"),
+    "peft": ("lora", "dora"),  # of language models
+}
+SAVE_FORMATS = ("diffusers", "kohya", "comfy")  # of image models
+
 IMAGES = OnlyFor(("images",), "is about image models, this is a language model; remove it")
 _NAME_GROWS = 72  # bytes: "-step00000000-state", and what a file is called while it is written (library.files)
 SAMPLED = OnlyWith(sample_prompts=True)

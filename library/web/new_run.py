@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 
 from library.config import published_models as hub
 from library.config.edit import NAME, edited, lacks, option, read, shown
-from library.config.family_defaults import FAMILY, preset_group, settled, tables
+from library.config.family_defaults import FAMILY, preset_group, presets, settled, tables
 from library.config.kinds import hub_instead_of_missing, kind_of
 from library.config.kohya.command import paths_read
 from library.config.kohya.translate import summary
@@ -33,6 +33,7 @@ from library.config.model_types import MODEL_FILE_KEYS, MODEL_TYPES
 from library.config.optimizer_types import OPTIMIZERS
 from library.config.programs.translate import files_read
 from library.config.published_models import MODEL
+from library.config.rules import is_of_lokr
 from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections, synonyms
 from library.errors import UserError
 from library.files import decoded, find_program, parse_json, read_text, read_toml
@@ -137,7 +138,9 @@ def _of_family(values: Values, script: Script[Any]) -> dict[str, str]:
     for section in sections(script).values():
         given: Values = {key: str(values[key]) for key in section_fields(script, section) if key in values}
         found |= settled(section.model_construct(**given), group)
-    return {key: f"{FAMILY}: {shown(value)}" for key, value in found.items()}
+    told = {key: f"{FAMILY}: {shown(value)}" for key, value in found.items()}
+    is_full = values.get("network_type") == "lokr" and "full_matrix=True" in (values.get("network_args") or ())
+    return told | (dict.fromkeys(("network_dim", "network_alpha"), "full matrices have none") if is_full else {})
 
 
 def _named(given: Values) -> dict[str, str]:
@@ -150,6 +153,25 @@ def _renamed(folder: str, values: Values) -> Values:
     """Return the name of the file for a folder that a number tells from another: it gets the number too."""
     number = re.search(r"-\d+$", folder)
     return {"output_name": f"{values['output_name']}{number[0]}"} if number and values.get("output_name") else {}
+
+
+def _with_adapter(values: Values, kind: str, arguments: str | None) -> dict[str, str]:
+    """Return option -> content that goes with a chosen kind of adapter; what only the former kind takes is removed.
+
+    Args:
+        values: before.
+        arguments: of a LoKr; None: the family's. What else ``network_args`` have stays.
+    """
+    likely, given = kind_of(str(values.get(MODEL))).likely, values.get("network_args")
+    kept = [str(pair) for pair in given if not is_of_lokr(str(pair))] if isinstance(given, list) else []
+    if kind != "lokr":
+        layout = {"save_format": ""} if values.get("network_type") in ("lokr", "loha") else {}
+        layout |= {"save_format": "comfy"} if kind == "loha" else {}
+        return {"network_args": "\n".join(kept), **layout}
+    preset = presets(preset_group(str(values.get("model_type", (*likely, "flux")[0])), network_type=kind))
+    arguments = arguments or shown(preset["network_args"][0])
+    ranks = {"network_dim": "", "network_alpha": ""}  # of which full matrices have none
+    return {**ranks, "network_args": "\n".join([str(arguments), *kept]), "save_format": preset["save_format"][0]}
 
 
 def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) -> tuple[list[str], list[str], Values]:
@@ -381,7 +403,11 @@ def edit(site: Site, request: Request, form: Form) -> Response:
     """Change the text as the form was changed; return what it says now, and the form if another schema has it."""
     text, pretrains = _given(form)
     changes = parse_json(str(form.get("changes", "{}")), "changes")
-    for key, content in changes.items() if isinstance(changes, dict) else ():
+    changes = changes if isinstance(changes, dict) else {}
+    if (kind := changes.get("network_type")) is not None and "save_format" not in changes:  # the list or its buttons
+        script, given = read(text, pretrains)
+        changes |= _with_adapter(given.values, kind, changes.get("network_args")) if script is LORA else {}
+    for key, content in changes.items():
         text = edited(text, key, str(content), read(text, pretrains)[0])
     answer = examine(site, text, pretrains)
     if not form.get("touched"):  # in an empty form nothing is missing yet

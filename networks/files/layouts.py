@@ -46,7 +46,6 @@ class Layout:
 
     Attributes:
         prefixes: before a module's name in the transformer; the first is written, all are read.
-        kinds: of adapter that programs load from it.
         names: tensor in memory -> what follows the module's name, None: not written. Others keep their names.
         original: names and fusing of the original checkpoint instead of diffusers'.
         alpha: where the scale is written: a "tensor" ``<module>.alpha``, PEFT's "config", or "folded" into B.
@@ -54,7 +53,6 @@ class Layout:
     """
 
     prefixes: tuple[str, ...]
-    kinds: tuple[str, ...]
     names: Mapping[str, str | None]
     original: bool = False
     alpha: Literal["tensor", "config", "folded"] = "tensor"
@@ -65,19 +63,17 @@ _PEFT = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magn
 _PEFT |= {"token_rows": "token_adapter.trainable_tokens_delta", "token_indices": None}
 _KOHYA = {"down": "lora_down.weight", "up": "lora_up.weight", "magnitude": None}
 _PLAIN_W1: dict[str, str | None] = {"lokr_w1_a": None, "lokr_w1_b": None}
-_OTHER_KINDS = tuple(kind for kind in KINDS if kind != "lora")
 
 LAYOUTS = {  # prefixes are tried in this order
-    "peft": Layout(("base_model.model.",), ("lora", "dora"), _PEFT, alpha="config"),
-    "kohya": Layout(("lora_unet_", "lora_transformer_"), ("lora",), _KOHYA, original=True, text="kohya"),
-    "lycoris": Layout(("lycoris_",), _OTHER_KINDS, _KOHYA, text="comfy"),
-    "musubi": Layout(("lora_unet_",), ("lokr", "loha"), _PLAIN_W1, text="kohya"),
-    "diffusers": Layout(("transformer.",), ("lora", "dora"), _PEFT, alpha="folded", text="diffusers"),
-    "comfy": Layout(("diffusion_model.", "model.diffusion_model."), ("lora",), _KOHYA, original=True, text="comfy"),
+    "peft": Layout(("base_model.model.",), _PEFT, alpha="config"),
+    "kohya": Layout(("lora_unet_", "lora_transformer_"), _KOHYA, original=True, text="kohya"),
+    "lycoris": Layout(("lycoris_",), _KOHYA, text="comfy"),
+    "musubi": Layout(("lora_unet_",), _PLAIN_W1, text="kohya"),
+    "diffusers": Layout(("transformer.",), _PEFT, alpha="folded", text="diffusers"),
+    "comfy": Layout(("diffusion_model.", "model.diffusion_model."), _KOHYA, original=True, text="comfy"),
 }
 
 _OF_OTHER_KINDS = {"comfy": "lycoris", "kohya": "musubi"}
-SAVE_FORMATS = ("diffusers", "kohya", "comfy")  # of image models; language models' are PEFT's
 
 _ROLES = {  # suffix -> the tensor in memory; PEFT may put the adapter's name before ".weight"
     ".lora_A.default.weight": "down",

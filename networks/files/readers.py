@@ -51,11 +51,12 @@ from typing import Any
 
 from torch import Tensor
 
+from library.config.run_schema import KINDS_OF_LAYOUT, SAVE_FORMATS
 from library.errors import UserError, names_in_short
 from library.files import read_toml
 from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
 from networks.files.joined import placed
-from networks.files.layouts import SAVE_FORMATS, key_stem, layout_of, stem_of
+from networks.files.layouts import key_stem, layout_of, stem_of
 from networks.files.metadata import AlphaTable
 from networks.files.weights import BIASES, KINDS, TITLES, AdapterWeights, FullWeights, LokrWeights, rank_of
 
@@ -188,7 +189,7 @@ def formats_for(reader: Reader, names: Collection[str], targets: LoraTargets, ki
     return [
         save_format
         for save_format in (("peft",) if targets.own_names else SAVE_FORMATS)
-        if kind in layout_of(kind, save_format).kinds
+        if kind in KINDS_OF_LAYOUT[save_format]
         and len(readable(reader, names, targets, save_format, kind)) == len(names)
     ]
 
@@ -242,8 +243,8 @@ def read_by_none(names: Collection[str], targets: LoraTargets, save_format: str,
 
 def check_save_format(kind: str, save_format: str, names: Collection[str], targets: LoraTargets) -> None:
     """Refuse a layout that no program would load the kind of adapter from; ``names``: the modules."""
-    if kind not in layout_of(kind, save_format).kinds:
-        allowed = [name for name in SAVE_FORMATS if kind in layout_of(kind, name).kinds]
+    if kind not in KINDS_OF_LAYOUT[save_format]:
+        allowed = [name for name in SAVE_FORMATS if kind in KINDS_OF_LAYOUT[name]]
         raise UserError(
             f"save_format: no program loads network_type {kind} from the layout {save_format}; "
             f"set save_format = {' or '.join(suiting_formats(names, targets, kind) or allowed)}"

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from library.config.run_schema import KINDS_OF_LAYOUT, SAVE_FORMATS
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import write_safetensors
@@ -25,7 +26,6 @@ from networks.files.joined import fuse_parts
 from networks.files.layouts import (
     LAYOUTS,
     PRECISIONS,
-    SAVE_FORMATS,
     Layout,
     key_stem,
     layout_of,
@@ -64,7 +64,7 @@ def save_adapter(
         path: file to write; with ``peft`` a folder, see :func:`networks.files.metadata.save_peft_config`.
         weights: diffusers module name -> weights of one kind, on any device.
         targets: the family's row.
-        save_format: one of :data:`SAVE_FORMATS`; of language models "peft".
+        save_format: one of ``SAVE_FORMATS``; of language models "peft".
         precision: "fp32", "fp16" or "bf16" for the weights; alphas and a DoRA's norms are always fp32.
         metadata: strings to add, from :func:`networks.files.metadata.build_metadata`; hashes are added here.
 
@@ -165,7 +165,7 @@ def save_derived_lora(
         is_whole = any(each.rank == 0 for each in weights.values())
         strings["ss_network_args"] = _still_true(arguments, kind, is_whole)
     layout = saved_as.save_format or next((file.layout for file in sources[:1]), "")
-    if layout not in SAVE_FORMATS or (not saved_as.save_format and kind not in layout_of(kind, layout).kinds):
+    if layout not in SAVE_FORMATS or (not saved_as.save_format and kind not in KINDS_OF_LAYOUT[layout]):
         layout = "peft" if targets.own_names else "diffusers" if kind == "lora" else "comfy"
     precision = saved_as.precision or widest_precision(*(file.weights for file in sources))
     save_adapter(save_to, weights, targets, layout, precision, strings)

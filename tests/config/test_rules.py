@@ -47,7 +47,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "full_bf16": {"full_bf16": True, "mixed_precision": "bf16"},
     "text_encoder_lr": {"text_encoder_lr": [1e-4]},
     "save_format": {"network_type": "dora", "save_format": "comfy"},
-    "network_type": {"network_type": "lokr"},
+    "network_type": {"network_type": "dora"},
     "optimizer_type": {"optimizer_type": "Prodigy"},
     "quantised_activations": {"quantised_activations": "row"},
     "activation_budget_mb": {"gradient_checkpointing": True, "activation_budget_mb": 9},

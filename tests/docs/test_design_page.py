@@ -10,11 +10,11 @@ from typing import get_args
 import pytest
 
 from library.config.kohya.flags import FLAGS
-from library.config.run_schema import SavingConfig
+from library.config.run_schema import KINDS_OF_LAYOUT, SAVE_FORMATS, SavingConfig
 from library.config.schema import NetworkConfig
 from library.config.scripts import LORA, fields
 from library.training.checkpoint.metadata import _OFF
-from networks.files.layouts import LAYOUTS, SAVE_FORMATS
+from networks.files.layouts import LAYOUTS
 from networks.files.weights import KINDS
 from networks.network import _LAYERS
 
@@ -50,7 +50,7 @@ def test_a_kind_of_adapter_is_an_option_has_weights_and_a_layer_and_can_be_writt
     choices = set(get_args(NetworkConfig.model_fields["network_type"].annotation))
     assert choices == _LAYERS.keys()
     assert choices == {kind for kind, weights in KINDS.items() if weights.trained}  # others are read and merged
-    assert all(any(kind in row.kinds for row in LAYOUTS.values()) for kind in choices)
+    assert all(any(kind in kinds for kinds in KINDS_OF_LAYOUT.values()) for kind in choices)
 
 
 def test_no_option_of_ours_has_a_fate_of_kohyas_beside_it() -> None:

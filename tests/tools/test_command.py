@@ -14,14 +14,14 @@ from typing import get_args
 
 import pytest
 
-from library.config.run_schema import SavingConfig
+from library.config.run_schema import SAVE_FORMATS, SavingConfig
 from library.config.schema import PrecisionConfig
 from library.errors import UserError
 from library.models.registry import lora_targets
 from library.precision.fp8_numbers import FORMATS
 from library.precision.names import FORMAT_NAMES
 from library.precision.recipe import KINDS
-from networks.files.layouts import PRECISIONS, SAVE_FORMATS
+from networks.files.layouts import PRECISIONS
 from networks.merging import RANK_RULES
 from networks.merging.low_rank import RankRule
 from tests.runs import ROOT

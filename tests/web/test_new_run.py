@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
@@ -23,9 +24,10 @@ pytest.importorskip("multipart")
 from starlette.datastructures import FormData
 
 from library.config.edit import edited
+from library.config.family_defaults import presets
 from library.config.load import checked, load_for, read_arguments
 from library.config.markers import words_of
-from library.config.model_types import MODEL_TYPES
+from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.published_models import MODEL, published_models
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.errors import UserError
@@ -33,7 +35,7 @@ from library.files import toml_text
 from library.models.hub import index_on_hub
 from library.web.access import AllowedRoots
 from library.web.jobs import Jobs
-from library.web.new_run import _picker, _refuse_kohyas, _suggestion, examine, form_of, start
+from library.web.new_run import _picker, _refuse_kohyas, _suggestion, edit, examine, form_of, start
 from library.web.site import Site
 from library.web.trainable import _look
 from tests.config.test_edit import valid
@@ -259,6 +261,36 @@ def test_an_unset_option_shows_what_the_family_has(
     wanted = {"network_dim": rank, "network_alpha": alpha, "learning_rate": rate}
     assert {key: shown.get(key) for key in wanted} == {k: v and f"the family's: {v}" for k, v in wanted.items()}
     assert examine(site, text, pretrains=True)["defaults"] == {}
+
+
+@pytest.mark.parametrize("model_type", IMAGE_MODELS)
+def test_a_chosen_adapter_is_one_that_trains_and_leaves_what_was_set(model_type: str, site: Site) -> None:
+    """List and buttons of Adapter: what the one kind needs comes and goes, other network_args stay."""
+
+    def chosen(text: str, **changes: str) -> str:
+        form = FormData({"text": text, "changes": json.dumps(changes), "touched": "yes"})
+        return str(json.loads(edit(site, cast(Any, None), form).body)["text"])
+
+    def network(text: str) -> list[str]:
+        keys = ("network_args", "save_format", "network_type")
+        return [line for line in _said(examine(site, text, pretrains=False)) if any(key in line for key in keys)]
+
+    text = f'model_type = "{model_type}"\n[network]\nnetwork_args = ["exclude_patterns=.*0.*"]\n'
+    lokr = chosen(text, network_type="lokr")
+    arguments = tomllib.loads(lokr)["network"]["network_args"]
+    factor = presets(f"lokr/{model_type}")["network_args"][0][1]
+    assert arguments == ["full_matrix=True", factor, "exclude_patterns=.*0.*"]
+    assert chosen(text, network_type="lokr", network_args=f"full_matrix=True\n{factor}") == lokr
+    assert network(lokr) == []
+    assert chosen(chosen(lokr, network_type="loha"), network_type="lokr") == lokr
+    for kind in ("loha", "dora", "lora", ""):
+        assert network(other := chosen(lokr, network_type=kind)) == []
+        assert tomllib.loads(other)["network"]["network_args"] == ["exclude_patterns=.*0.*"]
+        assert ("save_format" in other) == (kind == "loha")
+    said = network(lokr.replace('network_type = "lokr"', 'network_type = "dora"'))
+    assert [line.split(": ")[1] for line in said] == ["full_matrix", "factor"]
+    (line,) = network(lokr.replace('save_format = "comfy"', 'save_format = "diffusers"'))
+    assert line.startswith("save_format: no program loads network_type lokr")
 
 
 @pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED)

@@ -41,6 +41,10 @@ function show(found) {
   values = found.values ?? {};
   if (!found.values) return;
   for (const control of all("#fields [data-key]")) fill(control, found);
+  for (const button of all("#fields [data-changes]")) { // what is chosen
+    const is = ([key, wanted]) => `${values[key] ?? ""}\n`.startsWith(`${wanted}\n`);
+    button.setAttribute("aria-pressed", Object.entries(JSON.parse(button.dataset.changes)).every(is));
+  }
   for (const group of all(".group")) group.querySelector(".tag").textContent = `${all(".set", group).length} set`;
   for (const place of all("[data-shows]")) {
     place.textContent = found.values[place.dataset.shows] ?? "";

@@ -12,12 +12,12 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
 from library.conditions import Conditions
+from library.config.run_schema import SAVE_FORMATS
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.errors import UserError
 from library.models.family_by_name import model_family
 from library.models.flux.spec import FluxFamily
 from library.models.registry import lora_targets
-from networks.files.layouts import SAVE_FORMATS
 from networks.files.writing import save_adapter
 from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args

@@ -11,10 +11,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from library.config.run_schema import KINDS_OF_LAYOUT
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from networks.files.adapters import load_adapter, load_lora
-from networks.files.layouts import LAYOUTS, split_key
+from networks.files.layouts import LAYOUTS, layout_of, split_key
 from networks.files.readers import check_save_format
 from networks.files.weights import KINDS as WEIGHTS
 from networks.merging.merge import LoraSource, merge_loras
@@ -180,8 +181,10 @@ def test_only_layouts_that_can_be_asked_for_are_offered() -> None:
 
 
 def test_every_tensor_is_read_by_the_name_it_is_written_with() -> None:
-    for layout in LAYOUTS.values():
-        for name in set[str]().union(*(names for kind in layout.kinds for names in WEIGHTS[kind].complete)):
+    written_as = [(kind, layout_of(kind, name)) for name, kinds in KINDS_OF_LAYOUT.items() for kind in kinds]
+    assert {id(layout) for _, layout in written_as} == {id(layout) for layout in LAYOUTS.values()}
+    for kind, layout in written_as:
+        for name in set[str]().union(*WEIGHTS[kind].complete):
             if (written := layout.names.get(name, name)) is not None:
                 assert split_key(f"blocks.0.to_q.{written}") == ("blocks.0.to_q", name)
 

@@ -15,11 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from library.config.run_schema import SAVE_FORMATS
 from library.errors import UserError
 from library.models.layer_names import KeyRow
 from networks.files.adapters import load_lora
 from networks.files.joined import fuse_parts, split_parts
-from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.network import attach_lora

@@ -11,10 +11,10 @@ import safetensors.torch
 import torch
 from safetensors.torch import save_file
 
+from library.config.run_schema import SAVE_FORMATS
 from library.errors import UserError
 from networks.files.adapters import load_lora
 from networks.files.inspection import inspect_lora
-from networks.files.layouts import SAVE_FORMATS
 from networks.files.metadata import build_metadata
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter

@@ -11,9 +11,9 @@ from diffusers import FluxPipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from library.config.run_schema import SAVE_FORMATS
 from library.errors import UserError
 from networks.files.adapters import load_lora
-from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.merging.merge import LoraSource, merge_loras

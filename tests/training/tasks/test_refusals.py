@@ -134,10 +134,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"pretrained_model_name_or_path": "nowhere"}, "nowhere"),
     ({"dataset_config": "nowhere.toml"}, "nowhere.toml"),
     ({"masked_loss": True}, "masked_loss is set but no subset has masks"),
-    ({"network_type": "lokr", "save_format": "diffusers"}, "save_format: no program loads network_type lokr from"),
     (COMFY | {"network_type": "loha", "network_dropout": 0.1}, "network_dropout: network_type loha has no such"),
     (DORA | {"network_args": ["module_dropout=0.1"]}, "module_dropout: network_type dora has no"),
-    (DORA | {"network_args": ["factor=4"]}, "factor: has no effect on network_type dora"),
     (DORA | PISSA, "init_lora_weights: pissa is for network_type lora"),
     ({"network_type": "boft"}, "'boft' does not fit: it is no longer trained; use lora, dora"),
     (LORA | {"init_lora_weights": "olora"}, "'olora' does not fit: this start is gone; use pissa"),
@@ -168,6 +166,9 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 ]
 # refused by the configuration
 CONTRADICTING: list[tuple[dict[str, object], str]] = [
+    ({"network_type": "lokr", "save_format": "diffusers"}, "save_format: no program loads network_type lokr from"),
+    (DORA | {"network_args": ["factor=4"]}, "factor: has no effect on network_type dora"),
+    (LORA | {"network_args": [" img_mlp_factor = 4"]}, "img_mlp_factor: has no effect on network_type lora"),
     ({"model_type": "z_image", "guidance_scale": 3.5}, "which takes no guidance"),
     ({"model_type": "z_image", "t5xxl": "t5.safetensors"}, 't5xxl: has no effect with model_type = "z_image"'),
     ({"model_type": "z_image", "zero_cond_t": True}, 'zero_cond_t: has no effect with model_type = "z_image"'),
