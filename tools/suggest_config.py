@@ -133,7 +133,8 @@ def main() -> None:
     """Ask, look, write, and say what was found and decided."""
     answered, arguments = answers(parser().parse_args())
     remarks = suggestion.remarks(answered)
-    chosen = suggestion.choose_memory(answered.model_type, answered.model, arguments, answered.gpu_memory)
+    given = (answered.model_type, answered.model, arguments, answered.gpu_memory, answered.network_type)
+    chosen = suggestion.choose_memory(*given)
     found, values = suggestion.summarise_dataset(answered), answered.presets
     for name, text in suggestion.suggest(answered, found, chosen).items():  # config.toml names the other: the last
         write_text(answered.save_to / name, text)
@@ -152,8 +153,6 @@ def main() -> None:
     print(f"training  {', '.join(training)}")
     if painted := suggestion.painted_first(answered, found):
         print(f"first     {painted}")
-    if answered.network_type != "lora" and answered.gpu_memory:
-        print(f"note: memory is counted with a LoRA; {suggestion.COUNTED_WITH_LORA}")
     print(*(f"note: {line}" for line in found.notes), sep="\n", end="\n" * bool(found.notes))
     if missing := found.without_caption:
         print(f"note: {missing} without a caption; write them, or run: {suggestion.captioner(answered.images)}")

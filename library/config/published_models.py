@@ -69,12 +69,14 @@ class Fit:
         settings: option -> value; none on a CPU.
         gib: counted memory at 1024 x 1024 and batch size 1. samples: what samples take besides, at most.
         count: the ready configuration, and the flags that it is counted with.
+        lokr: what the family's LoKr takes beyond the LoRA of ``gib``; 0 of a LoRA.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     gib: float = 0.0
     samples: float = 0.0
     count: str = ""
+    lokr: float = 0.0
 
     @property
     def config(self) -> str:
@@ -84,12 +86,15 @@ class Fit:
     @property
     def needs(self) -> float:
         """Return the GiB that a card must have."""
-        return self.gib + self.samples + FOR_CUDA
+        return self.gib + self.lokr + self.samples + FOR_CUDA
 
     def describe(self) -> str:
         """Return where the settings are from."""
+        lokr = f", the LoKr {self.lokr} more (a larger factor takes less)" if self.lokr else ""
         more = f", samples up to {self.samples} more" if self.samples else ""
-        counted = f"counted: {self.gib} GiB at 1024 x 1024, batch size 1{more} (tools/plan_memory.py {self.count})"
+        counted = (
+            f"counted: {self.gib} GiB at 1024 x 1024, batch size 1{lokr}{more} (tools/plan_memory.py {self.count})"
+        )
         return counted if self.count else "no card"
 
 
@@ -125,21 +130,23 @@ def link(place: str) -> str:
     return "/".join(("https://huggingface.co", owner, name, *(["blob/main", *path] if path else ())))
 
 
-def fits(model_type: str, size: str = "") -> list[Fit]:
+def fits(model_type: str, size: str = "", network_type: str = "lora") -> list[Fit]:
     """Return the settings that are counted for a family, the most memory first.
 
     Args:
         model_type: of the family.
         size: of its model, where the family has several (``PublishedModel.size``).
     """
-    samples = tables()["samples"][MODEL_TYPES[model_type].title]
+    title = MODEL_TYPES[model_type].title
+    samples, more = tables()["samples"][title], tables()["lokr_more"] if network_type == "lokr" else {}
     rows = [row for row in tables()["memory"] if model_type in row["models"] and row.get("size", size) == size]
-    return [Fit(row["settings"], row["gib"], samples, row["count"]) for row in rows]
+    lokr = [more.get(" ".join(filter(None, (title, row.get("size")))), 0.0) for row in rows]
+    return [Fit(r["settings"], r["gib"], samples, r["count"], each) for r, each in zip(rows, lokr, strict=True)]
 
 
-def fit(model_type: str, size: str, card: float) -> Fit | None:
+def fit(model_type: str, size: str, card: float, network_type: str = "lora") -> Fit | None:
     """Return the settings with the most memory that fit into a card of ``card`` GiB; None: none does."""
-    return next((each for each in fits(model_type, size) if each.needs <= card), None)
+    return next((each for each in fits(model_type, size, network_type) if each.needs <= card), None)
 
 
 def changes_for(model: PublishedModel, model_type: str, chosen: Fit) -> dict[str, Any]:

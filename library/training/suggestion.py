@@ -41,7 +41,6 @@ from library.training.sampling import painting
 from library.training.sampling.prompts import SamplePrompt, not_above, usual_prompt
 
 Kind = Literal["subject", "style", "edit"]
-COUNTED_WITH_LORA = "of full matrices with more parameters count it: python tools/plan_memory.py config.toml"
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,9 @@ def _not_for(
     )
 
 
-def choose_memory(model_type: str, model: str, arguments: Mapping[str, Any], gpu_memory: int | None) -> Fit:
+def choose_memory(
+    model_type: str, model: str, arguments: Mapping[str, Any], gpu_memory: int | None, network_type: str = "lora"
+) -> Fit:
     """Return the settings of the ready configuration with the most memory that fits.
 
     Raises:
@@ -140,11 +141,13 @@ def choose_memory(model_type: str, model: str, arguments: Mapping[str, Any], gpu
     if gpu_memory is None:
         return Fit()
     size = "9b" if "9b" in Path(model).name.lower() or arguments.get("joint_attention_dim") == 12288 else "4b"
-    if (found := fit(model_type, size, gpu_memory / GIB)) is None:
-        least, other = fits(model_type, size)[-1], min(tables()["memory"], key=lambda row: row["gib"])
+    if (found := fit(model_type, size, gpu_memory / GIB, network_type)) is None:
+        least, other = fits(model_type, size, network_type)[-1], min(tables()["memory"], key=lambda row: row["gib"])
+        factor = "train a LoKr of a larger factor, " if least.lokr else ""
+        takes = least.gib + least.lokr + least.samples
         raise UserError(
-            f"--gpu_memory {gpu_memory / GIB:g}: {model_type} takes at least {least.gib + least.samples:g} GiB and 1 "
-            f"for CUDA itself (tools/plan_memory.py {least.count}); take a larger card, or a smaller model: "
+            f"--gpu_memory {gpu_memory / GIB:g}: {model_type} takes at least {takes:.3g} GiB and 1 "
+            f"for CUDA itself (tools/plan_memory.py {least.count}); take a larger card, {factor}or a smaller model: "
             f"{other['models'][0]} takes {other['gib']}"
         )
     blocks = sum(number for key, number in arguments.items() if key.endswith("layers") and isinstance(number, int))
@@ -239,8 +242,7 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, s
 
     sample, known = usual_sample(answers, found), find_published(answers.model)
     is_distilled = sample.steps != values["sample_steps"][0]
-    told = memory.describe() + ("" if answers.network_type == "lora" else f" with a LoRA; {COUNTED_WITH_LORA}")
-    chosen = {key: (value, told) for key, value in memory.settings.items()}
+    chosen = {key: (value, memory.describe()) for key, value in memory.settings.items()}
     how: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     jinja = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, **how)
     jinja.filters |= {"toml": _toml, "comment": _comment}

@@ -13,10 +13,12 @@ from typing import Any
 import diffusers
 import pytest
 import toml
+import torch
 from accelerate.state import AcceleratorState
 from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as some
+from peft.tuners.lokr.layer import factorization
 from PIL import Image
 
 from library.config import load_config
@@ -173,6 +175,28 @@ def test_counted_memory_is_that_of_the_ready_configurations(subtests: pytest.Sub
             assert given["gradient_checkpointing"]
             rank, alpha = (presets(row["models"][0])[key][0] for key in ("network_dim", "network_alpha"))
             assert (config.network.network_dim, config.network.network_alpha) == (rank, alpha)
+
+
+def test_what_a_lokr_takes_beyond_a_lora_is_counted_from_the_published_layers(subtests: pytest.Subtests) -> None:
+    """Weight, gradient and two moments in fp32 of w1 and w2, whose sides multiply to the layer's, and 0.6 GiB."""
+    names = ["flux", "flux2_dev", "flux2_klein", "flux3_klein_edit", "qwen_image", "qwen_image_21", "z_image", "krea2"]
+    for model_type, size in [*((name, "") for name in [*names, "ernie_image"] if name != "flux2_klein"),
+                             ("flux2_klein", "4b"), ("flux2_klein", "9b")]:  # fmt: skip
+        with subtests.test(f"{model_type} {size}"):
+            family, targets = family_class(model_type), lora_targets()[model_type]
+            arguments, _ = family.published_like(f"klein-base-{size}" if size else "")
+            with torch.device("meta"):
+                model = family.build(arguments)
+            groups = [(targets.group_of(name), module) for name, module in model.named_modules()]
+            layers = [m for group, m in groups if group and group.default and isinstance(m, torch.nn.Linear)]
+            rank, factor = presets(model_type)["network_dim"][0], presets(f"lokr/{model_type}")["network_args"][0][1]
+            parameters = 0
+            for layer in layers:
+                (a, b), (c, d) = (factorization(n, int(factor[7:])) for n in (layer.in_features, layer.out_features))
+                small, large = min(a, b) * min(c, d), max(a, b) * max(c, d)
+                parameters += small + large - rank * (layer.in_features + layer.out_features)
+            key = f"{MODEL_TYPES[model_type].title} {size}".strip()
+            assert TABLES["lokr_more"][key] == pytest.approx(parameters * 16 / GIB + 0.6, abs=0.06)
 
 
 def test_a_larger_card_is_never_told_to_save_more(subtests: pytest.Subtests) -> None:
