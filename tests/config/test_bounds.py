@@ -81,7 +81,8 @@ def test_large_numbers_that_people_do_write_are_taken() -> None:
         "--max_data_loader_n_workers=64",
         "--seed=4294967295",
     ]
-    load_for(LORA, [*NEEDED[LORA], *used, "--network_type=lokr", "--network_dim=100000", "--network_alpha=512"])
+    lokr = ["--network_type=lokr", "--network_dim=100000", "--network_alpha=512", "--save_format=comfy"]
+    load_for(LORA, [*NEEDED[LORA], *used, *lokr])
 
 
 def test_a_dataset_has_the_same_bounds(tmp_path: Path, subtests: pytest.Subtests) -> None:
