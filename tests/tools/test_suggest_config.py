@@ -227,7 +227,7 @@ def test_a_lokr_is_suggested_as_published(model_type: str, tmp_path: Path) -> No
     assert (options.kind, options.full_matrix, options.factor) == ("lokr", True, 4 if "flux2" in model_type else
                                                                   4 if "flux3" in model_type else 8)  # fmt: skip
     unset = load_config(["--model_type", model_type, "--pretrained_model_name_or_path", "m", "--dataset_config", "d",
-                         "--network_type", "lokr"])  # fmt: skip
+                         "--network_type", "lokr", "--save_format", "comfy"])  # fmt: skip
     assert config.optimizer.learning_rate == unset.optimizer.learning_rate == 1e-4
     names = options.trained_layers(targets, {"transformer"})
     comfy = next(reader for reader in READERS if reader.name == "ComfyUI")
