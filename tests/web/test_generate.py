@@ -170,7 +170,7 @@ def test_the_grid_of_a_run_holds_what_image_makes_and_the_numbers_of_its_metrics
     assert record["columns"] == [["a house", 0.5], ["a house", 1.0], ["a tree", 0.5], ["a tree", 1.0]]
     assert record["steps"] == [
         ["zorbo-step00000004.safetensors", "step 4, held-out loss 0.5432, changed elsewhere 0.004000"],
-        ["zorbo-step00000008.safetensors", "step 8, lowest held-out loss 0.4100, changed elsewhere 0.0080"],
+        ["zorbo-step00000008.safetensors", "step 8, lowest held-out loss 0.4100, changed elsewhere 0.008000"],
         ["zorbo.safetensors", "step 12, held-out loss 0.4679, changed elsewhere 0.01200"],
     ]
     width, height = Image.open(run / "grid/grid.png").size
