@@ -39,12 +39,14 @@ def train(config: TrainConfig | ChatTrainConfig) -> Run:
     Raises:
         UserError: anything in the configuration, the data or the model files that a user can fix.
     """
-    from library.training.tasks.chat_lora import ChatLora, PreferenceLora
-    from library.training.tasks.image_lora import ImageLora
     from library.training.trainer import train as train_task
 
     if not isinstance(config, ChatTrainConfig):
+        from library.training.tasks.image_lora import ImageLora
+
         return train_task(ImageLora(config))
+    from library.training.tasks.chat_lora import ChatLora, PreferenceLora
+
     return train_task(PreferenceLora(config) if config.chat.train_on == "preferences" else ChatLora(config))
 
 

@@ -30,10 +30,11 @@ def modules() -> dict[str, Path]:
     return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
 
 
-def imports(file: Path) -> set[str]:
-    """Return the names that ``file`` imports anywhere."""
+def imports(file: Path, at_start: bool = False) -> set[str]:
+    """Return the names that ``file`` imports anywhere, or ``at_start``: when it is itself imported."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in tree.body if at_start else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -74,3 +75,19 @@ def test_imports_are_found_wherever_they_stand(text: str, expected: set[str], tm
     (tmp_path / "x.py").write_text(text)
     assert imports(tmp_path / "x.py") == expected
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) != []
+
+
+def test_a_language_models_run_starts_without_what_images_need() -> None:
+    """diffusers and peft take as long to import as everything else that such a run imports."""
+    files = modules()
+    found, waiting = (
+        set(),
+        ["library.training.trainer", *(f"library.training.tasks.{task}" for task in ("chat_lora", "pretraining"))],
+    )
+    while waiting:
+        name = waiting.pop()
+        own = imports(files[name], at_start=True) - found if name in files else set()
+        found |= own
+        waiting += own
+    assert "torch" in found
+    assert not {name for name in found if name.split(".")[0] in ("diffusers", "peft")}

@@ -25,9 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler
-from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from PIL.Image import Image
 from torch import Tensor, nn
 
@@ -511,6 +509,8 @@ class Family:
         if shift is not None:
             scheduler = type(scheduler).from_config(scheduler.config, use_dynamic_shifting=False, shift=shift)
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        from diffusers.pipelines.flux.pipeline_flux import calculate_shift  # seconds, with its encoders
+
         mu = calculate_shift(tokens, *(scheduler.config[name] for name in names))
         scheduler.set_timesteps(sigmas=self.first_sigmas(steps) or torch.linspace(1, 1 / steps, steps).tolist(), mu=mu)
         return scheduler.sigmas.tolist()
@@ -540,6 +540,8 @@ def split_plan(kind: Any, config: Mapping[str, Any], processes: int) -> dict[str
     heads = empty.config.num_attention_heads
     if heads % processes:
         raise UserError(f"tp: {heads} heads cannot be split among {processes} processes; set a divisor")
+    from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs  # seconds, with all hooks
+
     try:
         found = resolve_tp_shard_specs(empty, kind._tp_plan, processes)
     except ValueError as error:

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from library.config.schema import FlowConfig
-from library.models.family import Family
 from library.randomness import generator
+
+if TYPE_CHECKING:
+    from library.models.family import Family  # imports diffusers, which language models do without
 
 _MOST_DRAWS = 1000  # of preserve_distribution_shape, as in musubi-tuner; what is outside then goes to the nearer end
 NOISE_LEVELS = 5  # of equal width, by which losses are told apart

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -36,13 +36,15 @@ from library.config.schema import (
 )
 from library.data.config import DatasetConfig, load_dataset_config
 from library.errors import UserError
-from library.models.family import Family
 from library.models.layer_names import LoraTargets
 from library.training.flow import resolve_sampling
 from library.training.optim.factory import check_rates
 from networks.files.layouts import PRECISIONS
 from networks.network import AdapterNetwork
 from networks.options import NetworkOptions, parse_network_args
+
+if TYPE_CHECKING:
+    from library.models.family import Family  # imports diffusers, which language models do without
 
 Config = TypeVar("Config", TrainConfig, ChatTrainConfig, PretrainConfig)
 LoraConfig = TypeVar("LoraConfig", TrainConfig, ChatTrainConfig)

@@ -25,14 +25,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from peft.tuners.loha.layer import make_weight
-from peft.tuners.lokr.layer import factorization
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from library.errors import UserError
 from networks.adapters.base import AdapterLinear, fill, in_compute_dtype, new_parameter
+
+
+def factorization(size: int, factor: int) -> tuple[int, int]:
+    """Return the smaller and the larger factor of a side, the smaller one near ``factor``; -1: both near the root."""
+    from peft.tuners.lokr.layer import factorization as peft_factorization  # seconds, which a LoRA does not wait for
+
+    return peft_factorization(size, factor)
 
 
 def refuse_large_factor(option: str, factor: int, shapes: Iterable[Sequence[int]]) -> None:
@@ -147,6 +152,9 @@ class LoHaLinear(AdapterLinear):
 
     def __init__(self, base: nn.Module, rank: int, alpha: float, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(base, rank, alpha)
+        from peft.tuners.loha.layer import make_weight  # seconds, which a LoRA does not wait for
+
+        self._make_weight = make_weight
         for name in ("hada_w1", "hada_w2"):
             self.register_parameter(f"{name}_a", new_parameter(base, self.out_features, rank, dtype=dtype))
             self.register_parameter(f"{name}_b", new_parameter(base, rank, self.in_features, dtype=dtype))
@@ -168,5 +176,5 @@ class LoHaLinear(AdapterLinear):
         trained = self.trained()
         factors = [trained[name] for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")]
         with torch.autocast(x.device.type, enabled=False):
-            update = make_weight(*factors, torch.tensor(self.scale))  # [out, in]
+            update = self._make_weight(*factors, torch.tensor(self.scale))  # [out, in]
         return out + F.linear(x, update.to(x.dtype))

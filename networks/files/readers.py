@@ -55,6 +55,7 @@ from library.config.run_schema import KINDS_OF_LAYOUT, SAVE_FORMATS
 from library.errors import UserError, names_in_short
 from library.files import read_toml
 from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
+from networks.adapters.lycoris import factorization
 from networks.files.joined import placed
 from networks.files.layouts import key_stem, layout_of, stem_of
 from networks.files.metadata import AlphaTable
@@ -333,8 +334,6 @@ def _peft_builds(modules: Sequence[Mapping[str, Tensor]]) -> bool:
     lokrs = [LokrWeights(module, 1.0) for module in modules if any(name.startswith("lokr_w1") for name in module)]
     if not lokrs or not all(lokr.tensors.keys() - {"alpha"} in LokrWeights.complete for lokr in lokrs):
         return True  # nothing of it is read
-    from peft.tuners.lokr.layer import factorization  # peft takes seconds to import
-
     both = any("lokr_w1_a" in lokr.tensors for lokr in lokrs)
     for lokr in lokrs:
         rank, (w1, w2) = lokr.rank or max(lokr.w2().shape), (max(lokr.w1().shape), max(lokr.w2().shape))

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from peft.tuners.lokr.layer import factorization
 from torch import Tensor
 
 from library.errors import UserError, counted, names_in_short
@@ -23,7 +22,7 @@ from library.models.layer_names import KeyNames, LoraTargets
 from library.precision.checkpoint import WeightFiles
 from library.randomness import generator
 from library.safetensors_io import read_tensor
-from networks.adapters.lycoris import other_factors, refuse_large_factor
+from networks.adapters.lycoris import factorization, other_factors, refuse_large_factor
 from networks.files.base import Base, BaseModule, find_modules
 from networks.files.weights import AdapterWeights, LokrWeights
 from networks.merging.low_rank import decompose, nearest_kronecker, smaller_lokr
