@@ -23,7 +23,7 @@ from library.config.markers import is_nothing, listed, options, unmet_of
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.optimizer_types import ELEMENTWISE, SHARDABLE, OptimizerType, estimates_step_size, optimizer_named
 from library.config.pretrain_schema import PretrainConfig
-from library.config.run_schema import KINDS_OF_LAYOUT
+from library.config.run_schema import layout_refusal
 from library.config.schema import ModelConfig, NetworkConfig, TrainConfig
 
 
@@ -652,9 +652,8 @@ def network_conflicts(network: NetworkConfig) -> Iterator[Conflict]:
 
 def layout_conflicts(kind: str, save_format: str) -> Iterator[Conflict]:
     """Yield a conflict if no program would load this kind of adapter from the layout."""
-    if kind not in KINDS_OF_LAYOUT[save_format]:
-        message = f"no program loads network_type {kind} from the layout {save_format}; set save_format = comfy"
-        yield Conflict(("save_format", "network_type"), f"save_format: {message}")
+    if message := layout_refusal(kind, save_format):
+        yield Conflict(("save_format", "network_type"), message)
 
 
 def model_conflicts(model: ModelConfig) -> Iterator[Conflict]:

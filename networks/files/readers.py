@@ -51,7 +51,7 @@ from typing import Any
 
 from torch import Tensor
 
-from library.config.run_schema import KINDS_OF_LAYOUT, SAVE_FORMATS
+from library.config.run_schema import KINDS_OF_LAYOUT, SAVE_FORMATS, layout_refusal
 from library.errors import UserError, names_in_short
 from library.files import read_toml
 from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
@@ -244,12 +244,9 @@ def read_by_none(names: Collection[str], targets: LoraTargets, save_format: str,
 
 def check_save_format(kind: str, save_format: str, names: Collection[str], targets: LoraTargets) -> None:
     """Refuse a layout that no program would load the kind of adapter from; ``names``: the modules."""
-    if kind not in KINDS_OF_LAYOUT[save_format]:
-        allowed = [name for name in SAVE_FORMATS if kind in KINDS_OF_LAYOUT[name]]
-        raise UserError(
-            f"save_format: no program loads network_type {kind} from the layout {save_format}; "
-            f"set save_format = {' or '.join(suiting_formats(names, targets, kind) or allowed)}"
-        )
+    allowed = [name for name in SAVE_FORMATS if kind in KINDS_OF_LAYOUT[name]]
+    if message := layout_refusal(kind, save_format, suiting_formats(names, targets, kind) or allowed):
+        raise UserError(message)
 
 
 def suiting_formats(names: Collection[str], targets: LoraTargets, kind: str) -> list[str]:

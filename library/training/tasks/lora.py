@@ -47,7 +47,7 @@ from library.training.tasks.task import Task, describe_steps, run_length
 from networks.adapters.lycoris import refuse_large_factor
 from networks.files.adapters import load_lora, load_trainable
 from networks.files.metadata import base_mismatch, build_metadata, trained_alphas, weight_file
-from networks.files.readers import check_readers, check_save_format, read_by_none
+from networks.files.readers import check_readers, read_by_none
 from networks.files.verify import check_file
 from networks.network import AdapterNetwork, attach_lora, inject_adapter, refuse_large_rank
 
@@ -109,8 +109,6 @@ class LoraTask(Task):
                 read the LoRA from its format.
         """
         training, network, options = self.plan.config.training, self.plan.config.network, self.plan.network.options
-        names = options.trained_layers(self.plan.network.targets, self.plan.network.rates)
-        check_save_format(options.kind, self.plan.config.saving.save_format, names, self.plan.network.targets)
         shapes = [shape for name in base.names if len(shape := base.shape(name)) == 2]
         ranks = [(f"network_args: {option}", options.dims[kind]) for kind, option in options.dim_sources.items()]
         for option, rank in ranks if network.dim_from_weights else [("network_dim", options.dim), *ranks]:
