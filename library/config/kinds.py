@@ -147,7 +147,8 @@ def refuse_no_model(model: str) -> None:
         raise UserError(f"{model}: not a safetensors or GGUF file, or a damaged one; download or convert it again")
     if is_lora(names):
         raise UserError(
-            f"{model}: a LoRA, not a base model; give it as network_weights, and the model that it was trained on here"
+            f"{model}: a LoRA, not a base model; give it as network_weights (to a tool: --lora), and the model that it "
+            "was trained on here"
         )
     other, found = unsupported(names), recognise_below(names)[1]
     if what := f"{other} checkpoint" if other else found.name * (found is not UNKNOWN):

@@ -133,8 +133,8 @@ def file_arguments(weights: WeightFiles, family: FamilyFiles) -> tuple[str, dict
     """Return what stands before the transformer's names in a file, and the arguments of its class."""
     if is_lora(weights.names):
         raise UserError(
-            f"{weights.path}: a LoRA, not a base model; give it as network_weights, and a {family.title} model as "
-            "pretrained_model_name_or_path"
+            f"{weights.path}: a LoRA, not a base model; give it as network_weights (to a tool: --lora), and a "
+            f"{family.title} model here"
         )
     if other := unsupported(weights.names):
         raise UserError(f"{weights.path}: a {other} checkpoint, not {family.title}; give a {family.title} transformer")
