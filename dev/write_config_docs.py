@@ -22,10 +22,10 @@ sys.path.insert(0, str(ROOT))
 
 from library.config.family_defaults import FAMILY, KIND
 from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, Flag
+from library.config.layout_rules import LAYOUTS, LORA_MATRIX, PRETRAIN_MATRIX, Row
 from library.config.markers import MustMatch, OnlyWith, listed
 from library.config.model_types import MODEL_TYPES, Tool, kohya_trainers
 from library.config.published_models import CARDS, MODEL, Fit, fit, link, published_models
-from library.config.rules import LAYOUTS, LORA_MATRIX, PRETRAIN_MATRIX, Row
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Fields, Script, fields, section_fields, sections
 from library.files import write_text
 

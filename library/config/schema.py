@@ -3,8 +3,9 @@
 Each class is a section: a table in the TOML file and a group in ``--help``. Sections are for reading; the keys
 are unique across them and carry the names kohya's sd-scripts gave them, so a key is found under any table
 heading. A field's type is checked, its description is its help text, its default is the default everywhere; what
-else concerns it alone is described by markers (``library.config.markers``). The matrix in ``library.config.rules`` says
-which options and layouts exclude each other. Code that needs settings takes a section, never all.
+else concerns it alone is described by markers (``library.config.markers``). The matrix in
+``library.config.layout_rules`` says which options and layouts exclude each other. Code that needs settings takes a
+section, never all.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ from library.config import load_config
 from library.config.family_defaults import FAMILY, KIND
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
+from library.config.layout_rules import LORA_MATRIX, PRETRAIN_MATRIX, Row, Settings
 from library.config.load import load_for
 from library.config.markers import OnlyFor, OnlyWith, resume_keys
 from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODELS, MODEL_TYPES
-from library.config.rules import LORA_MATRIX, PRETRAIN_MATRIX, Row, Settings, find_conflicts
+from library.config.rules import find_conflicts
 from library.config.schema import DatasetArguments, ModelConfig, OptimizerConfig, TrainConfig
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.errors import UserError

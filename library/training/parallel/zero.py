@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from library.accelerator import zero_stage
-from library.config.rules import FP8_NOT_GATHERED
+from library.config.layout_rules import FP8_NOT_GATHERED
 from library.errors import UserError
 from library.training.parallel.gather import SplitOptimizer
 
