@@ -22,11 +22,14 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
+def links(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"(?:href|src)=\"([^\"]+)\"", text)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    links = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"(?:href|src)=\"([^\"]+)\"", text)]
-    for link in (link for link in links if not re.match(r"[a-z]+:", link)):
+    for link in (link for link in links(page) if not re.match(r"[a-z]+:", link)):
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
         assert target.is_relative_to(ROOT), link
@@ -40,3 +43,9 @@ def test_commands_name_the_environment_that_setup_made(page: Path) -> None:
         r"^ *(?:python (?!-m)|torchrun|accelerate launch) ?.*|`python (?:tools|bench|train_)", re.MULTILINE
     )
     assert command.findall(page.read_text(encoding="utf-8")) == []
+
+
+def test_every_picture_is_shown() -> None:
+    """One that no page shows grows old unseen."""
+    shown = {(page.parent / link).resolve() for page in PAGES for link in links(page)}
+    assert {picture for picture in (ROOT / "docs" / "images").iterdir() if picture not in shown} == set()
