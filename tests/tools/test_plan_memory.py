@@ -9,35 +9,41 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from library.config import load_config
 from library.errors import UserError
 from library.training.memory import dry_run
 from library.training.memory.dry_run import plan_memory
-from library.training.memory.fake_cuda import library_path
 from library.training.memory.policy import remedies
 from library.training.tasks.image_lora import ImageLora
 from tests.cuda.device import FakeDevice
 from tests.forked import run_script
-from tests.runs import ROOT
+from tests.runs import ROOT, arguments, call, write_dataset
+from tests.tiny import tiny_flux_pipeline
+from tools import plan_memory as tool
 
 DEMO = ["--config_file", str(ROOT / "configs/demo.toml"), "--mixed_precision", "bf16"]
 
 
-def test_weights_and_moments_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def counted(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The flags of a run on a model of one double and one single block, each of whose tensors fills 512 bytes."""
+    monkeypatch.setattr(dry_run, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(dry_run, "device_processes", device.processes)
+    sizes = {"heads": 4, "head_dim": 64, "double_blocks": 1, "single_blocks": 1}
+    model = tiny_flux_pipeline(tmp_path / "flux", dtype=torch.bfloat16, **sizes)
+    return arguments(model, write_dataset(tmp_path / "data"), tmp_path / "output", mixed_precision="bf16")
+
+
+def test_weights_and_moments_are_those_of_the_files(counted: list[str], tmp_path: Path) -> None:
     """Of the run, its phases; weights as many as the header has, the LoRA's moments twice its weights."""
-    try:
-        library_path()
-    except UserError as error:
-        pytest.skip(str(error))
-    monkeypatch.chdir(ROOT)
-    words = ["configs/demo.toml", "--mixed_precision", "bf16", "--preserve_directions", "0"]
-    done = run_script(ROOT / "tools/plan_memory.py", [*words, "--save_to", str(tmp_path / "plan.json")], ROOT)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "run.toml").write_text('[sampling]\nsample_prompts = ["a disc --w 64 --h 64"]\n')
+    call(tool, tmp_path / "run.toml", *counted, "--save_to", tmp_path / "plan.json")
     found = json.loads((tmp_path / "plan.json").read_text())
     phases = found["phases"]
     assert list(phases) == ["encoding images", "encoding captions", "loading", "first step", "step", "sampling"]
-    file = next((ROOT / "assets/tiny-flux/transformer").glob("*.safetensors"))
+    file = next((tmp_path / "flux/transformer").glob("*.safetensors"))
     with open(file, "rb") as opened:
         header = json.loads(opened.read(struct.unpack("<Q", opened.read(8))[0]))
     numbers = sum(
@@ -48,22 +54,17 @@ def test_weights_and_moments_are_those_of_the_files(tmp_path: Path, monkeypatch:
     assert found["peak"] >= max(sum(parts.values()) for parts in phases.values())
 
 
-def test_what_was_counted_is_kept_for_runs_that_differ_in_the_rate_alone(
-    device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dry_run, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(dry_run, "device_processes", device.processes)
-    monkeypatch.chdir(ROOT)
-    traced = plan_memory(ImageLora, load_config(DEMO))
+def test_what_was_counted_is_kept_for_runs_that_differ_in_the_rate_alone(counted: list[str], tmp_path: Path) -> None:
+    traced = plan_memory(ImageLora, load_config(counted))
     (kept,) = (tmp_path / "plans").iterdir()
     written = kept.stat().st_mtime_ns
     other = ["--learning_rate", "3e-5", "--seed", "5", "--output_name", "other"]
-    assert plan_memory(ImageLora, load_config([*DEMO, *other])) == traced
+    assert plan_memory(ImageLora, load_config([*counted, *other])) == traced
     assert [each.stat().st_mtime_ns for each in (tmp_path / "plans").iterdir()] == [written]
-    assert plan_memory(ImageLora, load_config([*DEMO, "--network_dim", "32"])).step["LoRA"] > traced.step["LoRA"]
+    assert plan_memory(ImageLora, load_config([*counted, "--network_dim", "32"])).step["LoRA"] > traced.step["LoRA"]
 
     kept.write_bytes(kept.read_bytes().replace(b"1", b"2"))
-    assert plan_memory(ImageLora, load_config(DEMO)) == traced, "damaged ones are counted again"
+    assert plan_memory(ImageLora, load_config(counted)) == traced, "damaged ones are counted again"
 
 
 def test_without_a_card_and_a_compiler_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

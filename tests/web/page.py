@@ -48,10 +48,10 @@ class Server:
 
 
 @contextmanager
-def serve(folder: Path, *words: str, files: int | None = None) -> Iterator[Server]:
+def serve(folder: Path, *words: str, files: int | None = None, seconds: float | None = None) -> Iterator[Server]:
     """Yield a page whose working directory is ``folder``, with ``output`` in it and ``words`` on its command line.
 
-    ``files``: how many descriptors it may have.
+    ``files``: how many descriptors it may have; ``seconds``: how long it waits for what a client owes.
 
     It may reach nothing but this machine. Its jobs' processes are killed at the end.
     """
@@ -59,9 +59,13 @@ def serve(folder: Path, *words: str, files: int | None = None) -> Iterator[Serve
     environment = os.environ | nowhere | {"OMP_NUM_THREADS": "1", "no_proxy": "", "NO_PROXY": ""}
     log = folder / "page.log"
     limited = ["sh", "-c", f'ulimit -S -n {files}; exec "$@"', "sh"] if files else []
+    program = [str(ROOT / "ui.py")]
+    if seconds:
+        lines = f"sys.path.insert(0, {str(ROOT)!r}); import ui; from library.web import connections; "
+        program = ["-c", f"import sys; {lines}connections._SECONDS = {seconds}; ui.main()"]
     with open(log, "w") as output:
         process = subprocess.Popen(
-            [*limited, sys.executable, str(ROOT / "ui.py"), "--port", "0", *words], cwd=folder, env=environment,
+            [*limited, sys.executable, *program, "--port", "0", *words], cwd=folder, env=environment,
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:

@@ -98,13 +98,18 @@ def test_requests_that_break_after_their_head_are_no_errors(shared: Server, rest
     assert set(lines) <= {"WARNING:  Invalid HTTP request received."}
 
 
-def test_what_a_client_owes_has_a_deadline_and_a_steady_upload_has_none(server: Server) -> None:
+def test_what_a_client_owes_has_a_deadline_and_a_steady_upload_has_none(tmp_path: Path) -> None:
+    with serve(tmp_path, seconds=4) as server:
+        _owe_and_upload(server)
+
+
+def _owe_and_upload(server: Server) -> None:
     owing = {name: connect(server, half) for name, half in HALVES.items()}
     owing |= {f"slow {name}": connect(server, half) for name, half in HALVES.items() if half}
     long = HALVES["a file"].replace("Content-Length: 1000\r", "Content-Length: 1000000\r")
     steady = connect(server, long)
-    for _ in range(26):  # deadline: 20 s for 16 KiB
-        time.sleep(1)
+    for _ in range(26):  # deadline: 4 s for 16 KiB
+        time.sleep(0.2)
         steady.sendall(b"x" * 2048)
         for name, each in owing.items():
             if "slow" in name:
