@@ -129,12 +129,14 @@ def run_script(
     return Script(script, words, cwd, environment, lines).wait()
 
 
-def run_code(code: str, words: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_code(
+    code: str, words: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a script of these lines to its end."""
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(code)
         file.flush()
-        return run_script(Path(file.name), words, cwd)
+        return run_script(Path(file.name), words, cwd, environment)
 
 
 def _run(command: Sequence[str], cwd: Path, environment: Mapping[str, str], files: Sequence[Path]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,6 +78,7 @@ def load_into(
         module = build()
     buffers = statistics(module)
     expected = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *buffers.items())}
+    tied = _names_by_first(module)
     key_map = {name: pieces for name, pieces in key_map.items() if not name.endswith(_COUNTER)}
     check_map(expected, weights, key_map)
     loader = fp8 if fp8 is not None else WeightLoader(compute="dequant")
@@ -85,15 +87,16 @@ def load_into(
         loader.served = weights.served_inputs(key_map)
     for name, shape in expected.items():
         stored = weights.read_quantized(key_map[name]) or weights.read(key_map[name])
-        tensor = loader.load(module, name, stored, device)
-        if tensor is None:
+        if (tensor := loader.load(module, name, stored, device)) is None:
             continue
         wanted = torch.float32 if keep_fp32(name) else dtype
         tensor = tensor.to(device=device, dtype=wanted).reshape(shape)
         if name in buffers:
             module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = tensor
         else:
-            _assign(module, name, nn.Parameter(tensor, requires_grad=False))
+            parameter = nn.Parameter(tensor, requires_grad=False)
+            for each in tied[name]:
+                module.get_submodule(each.rpartition(".")[0])._parameters[each.rpartition(".")[2]] = parameter
     _compute_buffers(module, device)
     return module.eval()
 
@@ -138,23 +141,20 @@ def _some(names: Sequence[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {shown} {'are' if len(names) > 1 else 'is'}"
 
 
-def _assign(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put ``parameter`` in place of every parameter tied to ``name``."""
-    owner_name, _, leaf = name.rpartition(".")
-    old = getattr(module.get_submodule(owner_name), leaf)
-    for child in module.modules():
-        for key, value in child._parameters.items():
-            if value is old:
-                child._parameters[key] = parameter
+def _names_by_first(module: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter by its first one: tied weights have several."""
+    names = defaultdict[Tensor, list[str]](list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return {each[0]: each for each in names.values()}
 
 
 def _compute_buffers(module: nn.Module, device: torch.device | str) -> None:
     """Give buffers that no file holds their values: CLIP's ``position_ids``, frequencies of RoPE and of timesteps."""
-    for name, buffer in list(module.named_buffers()):
+    unknown = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_meta]  # not an fp8 layer's scale
+    for name, buffer in unknown:
         owner_name, _, leaf = name.rpartition(".")
         owner: Any = module.get_submodule(owner_name)
-        if not buffer.is_meta:
-            continue  # an fp8 layer's scale
         if leaf == "position_ids":
             values = torch.arange(buffer.shape[-1]).expand(buffer.shape)
         elif leaf.endswith(("inv_freq", "freqs")):

@@ -14,6 +14,7 @@ import pytest
 
 from library.errors import UserError
 from library.models.hub import find_model
+from tests.forked import run_code
 from tests.hub_server import Hub, files_of, serving
 from tests.runs import ROOT
 
@@ -48,25 +49,19 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def find(
     hub: Hub | str, home: Path, name: str, more: str = "", before: str = "", lora: bool = False, **env: str
 ) -> tuple[str, str]:
-    """Return what a process finds for ``name``, and what it says."""
+    """Return what a process finds for ``name``, and what it says; huggingface_hub is imported with ``env``."""
     finds = "find_lora" if lora else "find_model"
     code = (
-        f"import os, shutil\nfrom library.errors import exit_on_user_error\nfrom library.models.hub import {finds}\n"
+        "import os, shutil, sys\n"
+        "for imported in [each for each in sys.modules if each.partition('.')[0] == 'huggingface_hub']:\n"
+        "    del sys.modules[imported]\n"
+        f"from library.errors import exit_on_user_error\nfrom library.models.hub import {finds}\n"
         f"{before}\nexit_on_user_error(lambda: print({finds}({name!r}, '--model'{more}), end=''))()\n"
     )
-    settings = {
-        "HF_ENDPOINT": hub if isinstance(hub, str) else hub.url,
-        "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": "0",
-        **env,
-    }
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False, timeout=60
-    )
+    address = hub if isinstance(hub, str) else hub.url
+    done = run_code(code, [], ROOT, {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", **env})
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == (0 if done.stdout else 2), done.stderr
-
     return done.stdout, done.stderr
 
 
