@@ -74,12 +74,13 @@ def read(text: str, pretrains: bool) -> tuple[Script[Any], RawConfig]:
 def lacks(key: str, given: Mapping[str, Any], script: Script[Any]) -> str:
     """Return the options, as they must be, without which ``key`` has no effect and which are not ``given`` so."""
     known = fields(script)
-    values = {k: None if f.is_required() else f.get_default() for k, (_, f) in known.items()} | dict(given)
+    markers = [one for one in known[key][1].metadata if isinstance(one, OnlyWith)]
+    needed = {k: known[k][1] for one in markers for k in one.needs if k in known}
+    values = {k: None if f.is_required() else f.get_default() for k, f in needed.items()} | dict(given)
     types = tuple(name for name, row in MODEL_TYPES.items() if key in row.keys)
     if types and given.get("model_type", types[0]) not in types:
         return f"model_type = {listed(types)}"
-    markers = [one for one in known[key][1].metadata if isinstance(one, OnlyWith) and one.unmet(values)]
-    return ", ".join(map(str, markers)).replace("`", "")
+    return ", ".join(str(one) for one in markers if one.unmet(values)).replace("`", "")
 
 
 def edited(text: str, key: str, content: str, script: Script[Any]) -> str:

@@ -73,7 +73,7 @@ def settled(section: BaseModel, model_type: str = "flux", kept: Mapping[str, Any
     values = family_defaults(model_type) | kept
     now = section.__dict__ | {key: values[key] for key in unset if key in values}
     values["network_alpha"] = kept.get("network_alpha", now.get("network_dim"))
-    if estimates_step_size(now.get("optimizer_type", "")):
+    if "learning_rate" in unset and estimates_step_size(now.get("optimizer_type", "")):
         values["learning_rate"] = 1.0
     return {key: values[key] for key in unset if key in values}
 

@@ -25,7 +25,7 @@ from library.config.schema import TrainConfig
 from library.errors import nearest_of
 from library.files import read_toml
 
-Fields = dict[str, tuple[str, FieldInfo]]
+Fields = Mapping[str, tuple[str, FieldInfo]]
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
@@ -117,6 +117,7 @@ def section_fields(script: Script[Any], section: type[BaseModel]) -> dict[str, F
     return {key: field for key, field in section.model_fields.items() if _refusal(field, script.training) is None}
 
 
+@cache
 def fields(script: Script[Any] = LORA) -> Fields:
     """Return every key of the schema with its section and field."""
     return {
