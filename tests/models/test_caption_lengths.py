@@ -104,7 +104,7 @@ def rounded(trained: Trained, batch: Batch) -> Batch:
 SIZE = CAPTION_MULTIPLE
 
 
-@pytest.mark.parametrize("lengths", [(1,), (SIZE - 1,), (SIZE,), (SIZE + 1,), (SIZE - 1, SIZE + 1, 1), (7, 40, 33)])
+@pytest.mark.parametrize("lengths", [(1,), (SIZE,), (SIZE - 1, SIZE + 1, 1), (7, SIZE - 1, 33)])
 def test_velocities_and_gradients_are_those_of_captions_without_padding(
     trained: Trained, lengths: tuple[int, ...]
 ) -> None:

@@ -233,3 +233,17 @@ print(json.dumps(rows))
         assert row["model_bytes"] > 100e6
         # One model plus the tensor being read (the largest is 13 % of this model), and a few MB of allocator.
         assert row["peak_over_model"] < 1.3, row
+
+
+def test_a_weight_with_two_names_is_read_once_and_stays_one(tmp_path: Path) -> None:
+    def build() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+        model[1][0].weight = model[0].weight
+        return model
+
+    save_file({name: random(*tensor.shape) for name, tensor in build().named_parameters()}, tmp_path / "x.safetensors")
+    weights = WeightFiles(tmp_path / "x.safetensors")
+    assert sorted(weights.names) == ["0.bias", "0.weight", "1.0.bias"]
+    model = load_into(build, weights, identity_map(weights.names), torch.float32)
+    assert model[1][0].weight is model[0].weight
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())

@@ -283,6 +283,7 @@ def test_the_fastest_version_of_flash_attention_that_is_installed_is_active(
 
     for version in installed:  # as a package would, but that the kernel stays the CPU's
         monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, version, lambda: Handle())
+    monkeypatch.setattr("library.nn.attention_timing.TOKENS", 260)
     choose, _, clock = chooser(tmp_path, {}, *milliseconds)
     try:
         assert activate_fastest_flash(choose, CPU, shape()) == fastest

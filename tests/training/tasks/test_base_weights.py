@@ -104,7 +104,7 @@ def test_what_is_no_lora_of_this_model_is_refused_by_name(
         run(base, dataset, tmp_path / "out", base_weights=[first, path])
 
 
-PROMPT = "a red disc --w 64 --h 64 --d 5"
+PROMPT = "a red disc --w 64 --h 64 --d 5 --s 3"
 Z_IMAGE: dict[str, object] = {"model_type": "z_image", "learning_rate": 0.02, "max_train_steps": 3}
 
 
@@ -123,7 +123,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def picture(model: Path, text_from: Path, file: Path | None, folder: Path, *more: str) -> Image.Image:
     """Generate the prompt's picture with ``model`` beside the text encoder of ``text_from``."""
     words: list[object] = ["image", "--model", model, "--model_type", "z_image", *(["--lora", file] if file else [])]
-    words += ["--text_encoder", text_from, "--vae", text_from, "--prompt", PROMPT, "--s", "8", "--save_to", folder]
+    words += ["--text_encoder", text_from, "--vae", text_from, "--prompt", PROMPT, "--save_to", folder]
     call(generate, *words, *more)
     (path,) = folder.glob("*.png")
     return Image.open(path).convert("RGB")

@@ -128,10 +128,12 @@ def test_a_resumed_run_may_not_change_what_its_state_brings_along(base: Path, da
     run(base, dataset, tmp_path, **resumed, lr_scheduler="cosine")  # a schedule is taken up at the next step
 
 
-def test_regional_compilation_trains_the_same_lora(base: Path, dataset: Path, tmp_path: Path) -> None:
+# aot_eager: the whole of the compiler but its code generator, which takes minutes on two cores; a block by itself is
+# compiled so in tests/networks/adapters/test_lora.py
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_regional_compilation_trains_the_same_lora(base: Path, dataset: Path, tmp_path: Path, backend: str) -> None:
     run(base, dataset, tmp_path / "plain", max_train_steps=2)
-    # aot_eager: the whole of the compiler but its code generator, which takes minutes on two cores
-    run(base, dataset, tmp_path / "compiled", max_train_steps=2, torch_compile=True, dynamo_backend="aot_eager")
+    run(base, dataset, tmp_path / "compiled", max_train_steps=2, torch_compile=True, dynamo_backend=backend)
     assert largest_difference(lora(tmp_path / "compiled"), lora(tmp_path / "plain")) < SAME_IN_FP32
 
 

@@ -291,12 +291,12 @@ def test_runs_learn_to_prefer_go_on_where_they_stopped_and_keep_regularisation_i
     for path in (tmp_path / "data/images").iterdir():
         (regular / path.name).write_bytes(path.read_bytes())
     pairs.write_text(pairs.read_text() + f'[[datasets.subsets]]\nimage_dir = "{regular}"\nis_reg = true\n')
-    often = {"save_every_n_steps": 4, "save_state": True, "max_train_steps": 12, "learning_rate": 5e-3}
+    often = {"save_every_n_steps": 8, "save_state": True, "max_train_steps": 12, "learning_rate": 5e-3}
     settings = (
         preferring(pairs, preserve="prior", general_prompts="none", preserve_share=0.2, preserve_directions=0) | often
     )
     run(base, output=tmp_path / "one", **settings)
-    run(base, output=tmp_path / "two", **settings, resume=tmp_path / "one/lora-step00000004-state")
+    run(base, output=tmp_path / "two", **settings, resume=tmp_path / "one/lora-step00000008-state")
     assert same(lora(tmp_path / "one"), lora(tmp_path / "two"))
     held = [line for line in metrics(tmp_path / "one") if "val_loss" in line]
     assert held[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -311,10 +311,10 @@ def test_sliders_are_sampled_at_strengths_held_out_resumed_and_learn_what_differ
     base: Path, pairs: Path, tmp_path: Path, kind: str
 ) -> None:
     (prompts := tmp_path / "prompts.txt").write_text("a disc --w 64 --h 64 --s 2")
-    settings = sliding(pairs, kind) | {"max_train_steps": 12, "save_every_n_steps": 4, "save_state": True}
-    settings |= {"learning_rate": 3e-3, "sample_prompts": prompts, "sample_every_n_steps": 6}
+    settings = sliding(pairs, kind) | {"max_train_steps": 12, "save_every_n_steps": 8, "save_state": True}
+    settings |= {"learning_rate": 3e-3, "sample_prompts": prompts, "validate_every_n_steps": 6}
     task = run(base, output=tmp_path / "one", **settings).task
-    run(base, output=tmp_path / "two", **settings, resume=tmp_path / "one/lora-step00000004-state")
+    run(base, output=tmp_path / "two", **settings, resume=tmp_path / "one/lora-step00000008-state")
     assert same(lora(tmp_path / "one"), lora(tmp_path / "two"))
     held = [line["val_loss"] for line in metrics(tmp_path / "one") if "val_loss" in line]
     assert held[-1] < held[0]
@@ -329,12 +329,17 @@ def test_sliders_are_sampled_at_strengths_held_out_resumed_and_learn_what_differ
     assert all(images[i].getbbox() for i in (0, 1, 3, 4))
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base with enough blocks to swap."""
+    return tiny_flux_pipeline(tmp_path_factory.mktemp("deep") / "base", double_blocks=4, single_blocks=4)
+
+
 @pytest.mark.parametrize("kind", ["preferences", "images", "prompts"])
-def test_swapped_and_recomputed_blocks_change_nothing(pairs: Path, tmp_path: Path, kind: str) -> None:
-    base = tiny_flux_pipeline(tmp_path / "base", double_blocks=4, single_blocks=4)
+def test_swapped_and_recomputed_blocks_change_nothing(deep: Path, pairs: Path, tmp_path: Path, kind: str) -> None:
     settings = (preferring(pairs) if kind == "preferences" else sliding(pairs, kind)) | {"max_train_steps": 2}
-    run(base, output=tmp_path / "plain", **settings)
-    run(base, output=tmp_path / "saving", **settings, gradient_checkpointing=True, blocks_to_swap=2)
+    run(deep, output=tmp_path / "plain", **settings)
+    run(deep, output=tmp_path / "saving", **settings, gradient_checkpointing=True, blocks_to_swap=2)
     assert largest_difference(lora(tmp_path / "saving"), lora(tmp_path / "plain")) < 2e-4  # see test_flux_runs.py
 
 
