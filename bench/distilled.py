@@ -35,7 +35,7 @@ Measured = dict[str, dict[str, float]]  # case -> what is measured, by name
 QUIET = Console(quiet=True)
 MODEL, DIFFERENCE = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "tiny-flux-turbo.safetensors"
 TRAINING_IMAGES, STEPS, BASE_STEPS, GUIDANCE = 128, 4, 20, 3.5
-TOKENS, LORA_STEPS, STRENGTH, TEACHER_STEPS, TEACHER_RATE = 32, 250, 1.2, 150, 1e-3
+TOKENS, LORA_STEPS, STRENGTH, TEACHER_STEPS, TEACHER_RATE = 32, 250, 1.2, 300, 1e-3
 SHORT = {"max_data_loader_n_workers": 0, "t5xxl_max_token_length": TOKENS}
 SILENT = {"no-sample_at_first": True, "no-sample_at_end": True, "general_prompts": "none"}
 KEYS = ("size", "direction", "wrong", "picture", "picture_direction")
