@@ -174,7 +174,7 @@ def painted_subset(pictures: Sequence[Path], is_reg: bool = False) -> Subset:
     folder, only = pictures[0].parent, frozenset(path.name for path in pictures)
     settings = SubsetSettings(image_dir=str(folder), caption_extension=".txt", multiline_captions=True, is_reg=is_reg)
     # known by the folder's name, which says what they are: samples are the same wherever the cache lies
-    return Subset(f"painted pictures in {folder}", settings, f"painted/{folder.name}", folder, None, None, only=only)
+    return Subset(f"generated images in {folder}", settings, f"painted/{folder.name}", folder, None, None, only=only)
 
 
 def preserving(

@@ -261,6 +261,11 @@ def _note_unused(
         warnings.append(f"{where}: in {folder} {others}")
 
 
+def generated_record(path: Path) -> Path:
+    """Return the file that says how the base generated an image; hidden, so it is no part of a dataset."""
+    return path.with_name(f".{path.stem}.json")
+
+
 def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals: list[str] | None) -> list[Source]:
     folder = subset.image_dir
     assert folder is not None
@@ -268,8 +273,9 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
     besides = [path for path in (*subset.companion_dirs, index.folder) if path != folder]
     files = list_folder(folder, recursive, besides, others)
     if subset.only is not None:
-        if strange := [name for name in files if is_image(name) and name not in subset.only]:
-            warnings.append(f"{subset.where}: left out, as the base has not painted them: {names_in_short(strange)}")
+        strange = [name for name in files if is_image(name) and name not in subset.only]
+        if strange := [name for name in strange if not generated_record(folder / name).exists()]:  # of other prompts
+            warnings.append(f"{subset.where}: left out, as the base has not generated them: {names_in_short(strange)}")
         files = {name: stats for name, stats in files.items() if stem(name) in map(stem, subset.only)}
     names = _pictures(files)
     inside = [] if recursive else _pictures(files_inside(folder, besides))

@@ -11,6 +11,7 @@ from library.config.schema import DatasetArguments, PreservationConfig
 from library.data.batches import collate
 from library.data.config import DatasetConfig, load_dataset_config
 from library.data.dataset import Painted, TrainingData, build_dataset
+from library.data.sources import generated_record
 from library.errors import UserError
 from tests.data.folders import AverageEncoder, LettersEncoder, add_image, write_toml
 
@@ -127,16 +128,17 @@ def test_painted_images_are_regularisation_images_of_every_resolution_and_measur
     tmp_path: Path,
 ) -> None:
     folder_of(tmp_path / "img", 9, "a zorbo")
-    kept = folder_of(tmp_path / "kept", 4, "a house")
+    kept = folder_of(tmp_path / "kept", 5, "a house")
     general = folder_of(tmp_path / "general", 2, "a tree")
     toml = write_toml(tmp_path)
     toml.write_text(
         toml.read_text() + "[[datasets]]\nresolution = 32\n[[datasets.subsets]]\nimage_dir = 'img'\nnum_repeats = 2\n"
     )
-    *pictures, stranger = sorted(kept.glob("*.png"))
+    *pictures, of_another_prompt, stranger = sorted(kept.glob("*.png"))
+    generated_record(of_another_prompt).write_text("[]")
     data = build(toml, Painted(pictures, sorted(general.glob("*.png"))), preserve_share=0.25)
-    (said,) = [line for line in data.describe() if "has not painted" in line]
-    assert said.endswith(f"painted pictures in {kept}: left out, as the base has not painted them: {stranger.name}")
+    (said,) = [line for line in data.describe() if "left out" in line]
+    assert said.endswith(f"generated images in {kept}: left out, as the base has not generated them: {stranger.name}")
     found = seen(data)
     assert found == {("a zorbo", False): 27 * EPOCHS, ("a house", True): (3 + 6) * EPOCHS}
     assert data.general is not None

@@ -36,6 +36,7 @@ from library.console import Console
 from library.data.config import DatasetConfig
 from library.data.dataset import Painted
 from library.data.samples import cache_folder
+from library.data.sources import generated_record
 from library.errors import UserError, counted, names_in_short
 from library.files import make_way, read_toml, write_text
 from library.models.family import Family
@@ -196,7 +197,7 @@ def paint(
                 for (path, _), (prompt, image) in zip(todo, images, strict=True):
                     make_way(path)
                     save_image(image, path, {"prompt": prompt.line()})
-                    write_checked_json(_record(path), _described(path, prompt))
+                    write_checked_json(generated_record(path), _described(path, prompt))
                     advance(1)
             encoders[0].release()
             release()
@@ -249,14 +250,9 @@ def restore_captions(sets: Mapping[str, PaintedSet], console: Console) -> None:
 def _is_painted(path: Path, prompt: SamplePrompt) -> bool:
     """Whether a file is the picture that was painted of ``prompt``, to the bit."""
     try:
-        return read_checked_json(_record(path)) == _described(path, prompt)
+        return read_checked_json(generated_record(path)) == _described(path, prompt)
     except (OSError, ValueError):
         return False
-
-
-def _record(path: Path) -> Path:
-    """Return the file that says what a picture was when it had been painted; hidden, so it is no part of a dataset."""
-    return path.with_name(f".{path.stem}.json")
 
 
 def _described(path: Path, prompt: SamplePrompt) -> list[str]:
