@@ -250,10 +250,17 @@ CHANGES = {
 }
 
 
+SEVERAL = ("Q8_0", "Q4_K", "Q4_0 with importance", "nf4 twice", "nvfp4", "Q4_K dequantised")
+
+
 @pytest.mark.parametrize(
-    "change", [pytest.param(change, marks=pytest.mark.slow if "0.97" in change else ()) for change in CHANGES]
+    ("name", "change"),
+    [  # each format with one or two changes and each change with three formats in every test run
+        pytest.param(name, change, marks=pytest.mark.slow if "0.97" in change or (row + column) % 2 else ())
+        for row, name in enumerate(SEVERAL)
+        for column, change in enumerate(CHANGES)
+    ],
 )
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q4_0 with importance", "nf4 twice", "nvfp4", "Q4_K dequantised"])
 def test_a_change_in_all_layers_is_named(name: str, change: str) -> None:
     how, causes, layers, words = CHANGES[change]
     found = findings(*models(FORMATS[name], len(name), how))

@@ -80,8 +80,14 @@ CASES: dict[str, tuple[Merged, str, Callable[[str], bool], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [  # each with four of the others in every test run
+        pytest.param(case, name, marks=pytest.mark.slow if (row + column) % 2 else ())
+        for row, case in enumerate(CASES)
+        for column, name in enumerate(FORMATS)
+    ],
+)
 def test_the_update_that_is_in_the_file_is_named(
     reference: nn.Module, loras: dict[str, LoraWeights], name: str, case: str
 ) -> None:

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import pytest
+
+from tests.web import forked_page
 
 pytest.importorskip("uvicorn", reason="the page's packages are not installed (make setup-web)")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (requirements/web-dev.txt)")
@@ -34,7 +35,7 @@ SIZES = {"wide": (1280, 900), "phone": (390, 844)}
 class Server:
     """A running page."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str, folder: Path) -> None:
+    def __init__(self, process: forked_page.Page, address: str, folder: Path) -> None:
         self.process, self.address, self.folder = process, address, folder
 
     @property
@@ -58,21 +59,13 @@ def serve(folder: Path, *words: str, files: int | None = None, seconds: float | 
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     environment = os.environ | nowhere | {"OMP_NUM_THREADS": "1", "no_proxy": "", "NO_PROXY": ""}
     log = folder / "page.log"
-    limited = ["sh", "-c", f'ulimit -S -n {files}; exec "$@"', "sh"] if files else []
-    program = [str(ROOT / "ui.py")]
-    if seconds:
-        lines = f"sys.path.insert(0, {str(ROOT)!r}); import ui; from library.web import connections; "
-        program = ["-c", f"import sys; {lines}connections._SECONDS = {seconds}; ui.main()"]
-    with open(log, "w") as output:
-        process = subprocess.Popen(
-            [*limited, sys.executable, *program, "--port", "0", *words], cwd=folder, env=environment,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+    log.unlink(missing_ok=True)
+    process = forked_page.start(["--port", "0", *words], folder, environment, files, seconds)
     try:
         limit = time.monotonic() + 60
-        while not (found := re.search(r"http://[\d.]+:\d+", log.read_text())):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < limit, log.read_text()
+        while not (log.exists() and (found := re.search(r"http://[\d.]+:\d+", log.read_text()))):
+            assert process.poll() is None, log.read_text() if log.exists() else "it did not start"
+            assert time.monotonic() < limit
             time.sleep(0.05)
         yield Server(process, found[0].replace("0.0.0.0", "127.0.0.1"), folder)
         assert "Traceback" not in log.read_text(), log.read_text()

@@ -7,11 +7,10 @@ import html
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from PIL import Image
 from library.data.images import decode
 from library.errors import UserError
 from library.web.jobs import ROOT, Jobs
+from tests.forked import run_script
 from tests.web.page import Server, get, post, request, serve
 
 CONFIG = """# Tandem 0.1.0: the settings of this run
@@ -320,9 +320,8 @@ def test_a_picture_runs_no_program(server: Server, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     image = server.folder / "datasets/one/evil.png"
     image.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\n")
-    command = ["tools/check_dataset.py", str(server.folder / "datasets/inside.toml")]
-    command += ["--json", str(tmp_path / "x.json"), "--thumbnails", str(tmp_path / "small")]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    words = [str(server.folder / "datasets/inside.toml"), "--json", str(tmp_path / "x.json")]
+    done = run_script(ROOT / "tools/check_dataset.py", [*words, "--thumbnails", str(tmp_path / "small")], ROOT)
     assert "evil.png" in done.stdout + done.stderr
     assert not ran.exists()
     with pytest.raises(UserError, match="not an image that can be read"):
@@ -374,17 +373,18 @@ def test_odd_reports_and_jobs_get_a_line(server: Server) -> None:
     jobs = Jobs(server.output / ".tandem")
     reports = [{}, {"verdict": 3}, {"verdict": {"words": []}, "deployment": {}}, {"remedies": [1]},
                {"verdict": {"words": [], "alarm": 1}, "deployment": {"image": "x", "velocity": []}}]  # fmt: skip
+    askings: list[dict[str, object]] = [{}, {"form": 3, "was": "x", "number": 5}, {"form": {"lora": 7}, "number": "x"}]
+    pairs = [*zip(reports, cycle(askings)), *zip(reports[1:], cycle(askings))]
     for kind, screen in (("report", "/precision"), ("generate", "/generate")):
-        for report in reports:
-            for asked in ({}, {"form": 3, "was": "x", "number": 5}, {"form": {"lora": 7}, "number": "x"}):
-                job = jobs.add(kind, "odd", ["-c", "pass"], queued=True,
-                               files={"asked.json": json.dumps(asked), "place": "1"})  # fmt: skip
-                for name, value in (("report/report.json", report), ("grid.json", report | {"steps": 3})):
-                    (job.folder / name).parent.mkdir(exist_ok=True)
-                    (job.folder / name).write_text(json.dumps(value))
-                status, text = get(server, f"{screen}?job={job.id}")
-                assert status in (200, 422), (screen, report, asked)
-                assert "bug of the page" not in text
+        for report, asked in pairs:
+            job = jobs.add(kind, "odd", ["-c", "pass"], queued=True,
+                           files={"asked.json": json.dumps(asked), "place": "1"})  # fmt: skip
+            for name, value in (("report/report.json", report), ("grid.json", report | {"steps": 3})):
+                (job.folder / name).parent.mkdir(exist_ok=True)
+                (job.folder / name).write_text(json.dumps(value))
+            status, text = get(server, f"{screen}?job={job.id}")
+            assert status in (200, 422), (screen, report, asked)
+            assert "bug of the page" not in text
     for screen in SCREENS[2:]:
         assert get(server, screen)[0] == 200
 

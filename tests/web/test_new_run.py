@@ -6,7 +6,6 @@ import json
 import random
 import re
 import struct
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -39,6 +38,7 @@ from library.web.new_run import _picker, _refuse_kohyas, _suggestion, edit, exam
 from library.web.site import Site
 from library.web.trainable import _look
 from tests.config.test_edit import valid
+from tests.forked import run_script
 from tests.runs import write_dataset
 from tests.tiny import tiny_flux_pipeline
 from tests.web.page import ROOT, WAIT, Server, Tab, expect, post, serve, until
@@ -77,6 +77,17 @@ def test_bytes_of_names_and_the_end_of_who_looks_are_said(
     assert said in json.dumps(shown, ensure_ascii=False).encode().decode().replace("\\\\", "\\")
 
 
+@pytest.fixture
+def looks_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let model and dataset be looked at in this process, which has torch."""
+
+    def look(config: Any) -> str:
+        return _look(config.model.model_dump_json(), config.dataset.model_dump_json(), str(config.training.seed))
+
+    monkeypatch.setattr("library.web.new_run.reason_against", look)
+
+
+@pytest.mark.usefixtures("looks_here")
 def test_what_the_trainer_says_of_model_and_dataset_is_said_before_the_start(site: Site, tmp_path: Path) -> None:
     """A16: a model of another kind, images that are none, a second run whose file would be called as the first's."""
     text = (
@@ -111,15 +122,9 @@ def test_what_the_trainer_says_of_model_and_dataset_is_said_before_the_start(sit
 # ---- the models to choose from
 
 
-def test_no_choice_of_a_model_and_a_card_is_refused(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
+@pytest.mark.usefixtures("looks_here")
+def test_no_choice_of_a_model_and_a_card_is_refused(site: Site, tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Without a dataset that alone is missing; with one the trainer takes it, and trains the kind that was chosen."""
-
-    def look(config: Any) -> str:
-        return _look(config.model.model_dump_json(), config.dataset.model_dump_json(), "1")
-
-    monkeypatch.setattr("library.web.new_run.reason_against", look)  # in this process, which has torch
     data = {
         "none": write_dataset(tmp_path / "images"),
         "fill": write_dataset(tmp_path / "masks", inpaint_masks='["halves"]'),
@@ -296,8 +301,7 @@ def test_a_chosen_adapter_is_one_that_trains_and_leaves_what_was_set(model_type:
 @pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED)
 def test_what_is_refused_is_what_train_lora_prints(text: str, site: Site, tmp_path: Path) -> None:
     (tmp_path / "configuration").write_text(text)
-    command = [sys.executable, str(ROOT / "train_lora.py"), "--config_file", "configuration"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_script(ROOT / "train_lora.py", ["--config_file", "configuration"], tmp_path)
     printed = done.stderr.removeprefix("error: ").strip().splitlines()
     assert done.returncode == 2
     assert _said(examine(site, text, pretrains=False)) == printed
