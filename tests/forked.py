@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 
 from tests.curves import without_curves
-from tests.processes import LIMIT
+from tests.processes import LIMIT, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = [f"library.training.{name}" for name in ("trainer", "tasks.image_lora", "tasks.chat_lora", "tasks.pretraining")]
@@ -127,6 +127,20 @@ def run_script(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end; ``lines`` is what it finds on its standard input."""
     return Script(script, words, cwd, environment, lines).wait()
+
+
+def start_two(
+    script: Path, words: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None
+) -> list[Script]:
+    """Start a script in two processes with the environment that torchrun gives them."""
+    group = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports()[0]),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    group |= environment or {}
+    return [Script(script, words, cwd, group | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
 
 
 def run_code(

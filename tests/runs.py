@@ -29,6 +29,8 @@ from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 from train_lora import train
 
 ROOT = Path(__file__).resolve().parents[1]
+# A run that ended amid an epoch has workers of its data loader until a collection comes, which waits so many seconds.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
 COLOURS = ["red", "green", "blue", "yellow", "white", "black", "purple", "orange"]
 
 

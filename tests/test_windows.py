@@ -70,14 +70,7 @@ def test_the_rules_forbid_what_windows_does(tmp_path: Path) -> None:
     assert done.stdout.split("\n") == ["win32 False", ""], done.stdout + done.stderr
 
 
-def test_every_module_is_imported_where_unix_is_missing(tmp_path: Path) -> None:
-    done = under_windows_rules(tmp_path)
-    modules = sum(len(list((ROOT / name).rglob("*.py"))) for name in ("library", "networks", "tools", "dev"))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) > 0.8 * modules  # the rest: empty __init__.py, what has no __init__.py beside it
-
-
-def test_a_run_trains_saves_samples_and_is_resumed(tmp_path: Path) -> None:
+def test_every_module_is_imported_and_a_run_trains_saves_samples_and_is_resumed(tmp_path: Path) -> None:
     base, dataset = write_base(tmp_path / "base"), write_dataset(tmp_path / "data")
     (tmp_path / "prompts.txt").write_text('一只猫: "red"? → 🌍 --w 64 --h 64 --s 2\n', encoding="utf-8")
     out = tmp_path / "出 café"  # of letters that the pipe's encoding has and has not
@@ -93,8 +86,11 @@ def test_a_run_trains_saves_samples_and_is_resumed(tmp_path: Path) -> None:
     }
     run(base, dataset, out, max_train_steps=2, lr_scheduler="constant", **settings)
     flags = arguments(base, dataset, out, max_train_steps=4, lr_scheduler="constant", **settings)
-    done = under_windows_rules(tmp_path, ROOT / "train_lora.py", *flags)
+    done = under_windows_rules(tmp_path, "--import_all", ROOT / "train_lora.py", *flags)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+    modules = sum(len(list((ROOT / name).rglob("*.py"))) for name in ("library", "networks", "tools", "dev"))
+    imported = int(done.stdout.splitlines()[0])
+    assert imported > 0.8 * modules  # the rest: empty __init__.py, what has no __init__.py beside it
     assert "in use on Windows" not in done.stdout + done.stderr
     assert not [file for file in out.iterdir() if file.suffix in (".tmp", ".old", ".gone")]
     run(base, dataset, tmp_path / "here", lr_scheduler="constant")

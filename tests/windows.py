@@ -1,7 +1,7 @@
 """Windows' rules on another system, for Tandem's own code: what is missing there is hidden, what it forbids raises.
 
     python -m tests.windows train_lora.py --config_file ...    a script under the rules
-    python -m tests.windows                                    import every module of ours under them
+    python -m tests.windows --import_all train_lora.py ...     every module of ours imported under them first
 
 Not Windows itself, but what a port usually falls over:
 
@@ -54,7 +54,8 @@ MISSING = {
     "os": set(_UNIX_OS.split()),
     "sys": set(),
 }
-_script = sys.argv[1] if len(sys.argv) > 1 else ""
+_imports_all = "--import_all" in sys.argv[1:2]
+_script = sys.argv[1 + _imports_all]
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _RESERVED = {"CON", "PRN", "AUX", "NUL", *(f"{port}{n}" for port in ("COM", "LPT") for n in range(1, 10))}
 
@@ -270,8 +271,7 @@ if __name__ == "__mp_main__":  # a process that was spawned
 if __name__ == "__main__":
     obey()
     sys.path.insert(0, str(ROOT))
-    if len(sys.argv) == 1:
+    if _imports_all:
         print(import_everything())
-    else:
-        del sys.argv[0]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    del sys.argv[: 1 + _imports_all]
+    runpy.run_path(sys.argv[0], run_name="__main__")

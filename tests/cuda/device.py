@@ -7,6 +7,7 @@ monkeypatch.setattr(dry_run, "device_processes", device.processes)              
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
@@ -81,6 +82,7 @@ def _serve() -> None:
     """Fork for each line of the standard input; say on the standard output when that one has ended."""
     from tests.cuda import walks  # noqa: F401  # has everything imported
 
+    gc.freeze()  # what was imported is garbage to no collection
     told = os.dup(1)
     for line in sys.stdin:
         child = os.fork()

@@ -18,14 +18,9 @@ from tests.cuda.device import FakeDevice
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*_lora*.toml"))
 
 
+@pytest.mark.slow  # test_plan_memory and test_dry_run count smaller models
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=() if path.stem == "z_image_lora" else pytest.mark.slow)
-        for path in CONFIGS
-    ],
-)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_ready_configuration_takes_what_it_says(
     path: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from library.training.memory.dummy_checkpoint import write_dataset
 from tests.cuda.device import FakeDevice
@@ -20,8 +22,8 @@ MIB = 2**20
 RUNS: dict[str, dict[str, Any]] = {
     "flux, recomputed, sampled, validated": {
         "flags": ["--gradient_checkpointing", "--sample_prompts", "PROMPTS", "--sample_at_first",
-                  "--validate_every_n_steps", "3"],
-        "validation": True,
+                  "--validate_every_n_steps", "3", "--validation_sigmas", "0.5"],
+        "validation": True, "blocks": 1, "steps": 3,
     },
     "flux_fill, fp8, inputs on the host": {
         "model_type": "flux_fill",
@@ -111,7 +113,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "flags": ["--network_type", "dora", "--gradient_checkpointing", "--cpu_offload_checkpointing"],
     },
     "z_image, nf4, blocks swapped": {
-        "model_type": "z_image", "blocks": 3, "file": "nf4",
+        "model_type": "z_image", "blocks": 3, "file": "nf4", "steps": 3,
         "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing"],
     },
     "flux_kontext, nvfp4, LoKr": {
@@ -120,10 +122,10 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "flux_fill, mxfp8, nothing recomputed": {"model_type": "flux_fill", "file": "mxfp8", "flags": []},
 }  # fmt: skip
-# One of each memory policy and of each kind of file but nvfp4; make test-cuda walks through the others.
+# One of each memory policy and of each kind of file but nvfp4 and ConvRot, which test_capture has; make test-cuda walks
+# through the others.
 SAMPLE = {
     "flux, recomputed, sampled, validated",
-    "flux3_klein, int8 with ConvRot, blocks swapped",
     "flux_fill, mxfp8, nothing recomputed",
     "qwen_image_edit, int8 by rows, activations within a budget",
     "z_image, GGUF Q8_0, DoRA, inputs on the host",
@@ -143,7 +145,7 @@ def test_a_run_goes_through(device: FakeDevice, tmp_path: Path, name: str) -> No
     (tmp_path / "prompts.txt").write_text("a house --w 1024 --h 1024 --s 2")
     paths = {"PROMPTS": str(tmp_path / "prompts.txt"), "MODEL": str(tmp_path / "model")}
     flags = [paths.get(flag, flag) for flag in keywords.pop("flags")]
-    found = device.walk("train", tmp_path, flags=flags, **{"blocks": 2, "side": 512} | keywords)
+    found = device.walk("train", tmp_path, flags=flags, **{"blocks": 2, "side": 512, "steps": 2} | keywords)
     assert "lora.safetensors" in found["saved"]
     assert ("samples" in found["saved"]) == ("--sample_prompts" in flags)
     assert found["waits"] == []
@@ -191,8 +193,7 @@ def test_swapped_blocks_leave_the_device(device: FakeDevice, tmp_path: Path) -> 
     weights = []
     for folder, more in zip(folders, ([], ["--blocks_to_swap", "3"]), strict=True):
         folder.mkdir()
-        found = device.walk("train", folder, model_type="z_image", blocks=5, flags=[*flags, *more], steps=1)
-        weights.append(found["loaded"])
+        weights.append(device.walk("loaded", folder, model_type="z_image", blocks=5, flags=[*flags, *more])["bytes"])
     block = 181_427_200  # numbers of a block of Z-Image in matrices: 4 d² of attention, 3 d 10240 of the MLP, adaLN
     assert weights[0] - weights[1] == pytest.approx(3 * block, rel=0.1)
 
@@ -232,8 +233,8 @@ def test_a_planted_fault_is_found(device: FakeDevice, tmp_path: Path, planted: s
         with pytest.raises(AssertionError, match=words):
             device.walk("train", tmp_path, blocks=1, planted=planted)
     else:
-        waits = device.walk("train", tmp_path, blocks=1, planted=planted)["waits"]
-        assert [wait[0] for wait in waits] == ["step 1", "step 2"]
+        waits = device.walk("train", tmp_path, blocks=1, planted=planted, steps=2)["waits"]
+        assert [wait[0] for wait in waits] == ["step 1"]
 
 
 @pytest.mark.slow
@@ -253,9 +254,10 @@ def test_tools_go_through(device: FakeDevice, tmp_path: Path) -> None:
     quantised = tmp_path / "quantised.safetensors"
     device.walk("tool", tmp_path, name="quantize_model", words=["--model", model, "--save_to", str(quantised)])
     assert quantised.is_file()
-    (tmp_path / "trained").mkdir()
-    device.walk("train", tmp_path / "trained", blocks=1, side=256, steps=1)
-    words = ["image", "--model", model, "--lora", str(tmp_path / "trained/run/lora.safetensors"), "--fp8_scaled",
+    query = "transformer.single_transformer_blocks.0.attn.to_q.{}.weight".format
+    trained = {query("lora_A"): torch.ones(16, 3072), query("lora_B"): torch.ones(3072, 16)}
+    save_file(trained, tmp_path / "lora.safetensors")
+    words = ["image", "--model", model, "--lora", str(tmp_path / "lora.safetensors"), "--fp8_scaled",
              "--mixed_precision", "bf16", "--prompt", "a house", "--s", "2", "--w", "256", "--h", "256",
              "--save_to", str(tmp_path / "made")]  # fmt: skip
     peak = device.walk("tool", tmp_path, name="generate", words=words)["peak"]

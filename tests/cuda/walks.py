@@ -66,14 +66,14 @@ def train(
 
     Returns:
         The host's waits in steps that are not logged; of each step the bytes by part at its peak; live copies of
-        quantised weights after forward; the files; bytes when the first step begins; how many graphs were compiled.
+        quantised weights after forward; the files; how many graphs were compiled.
     """
     config = _config(folder, model_type, blocks, flags, batch, side, file, dataset_text, steps, counted)
-    trace, copies, loaded = WatchedTrace(), list[str](), list[int]()
+    trace, copies = WatchedTrace(), list[str]()
     pretend(trace)
     if planted is not None:
         _PLANTED[planted]()
-    _watch(trace, copies, loaded)
+    _watch(trace, copies)
     unread = mock.patch("library.training.checkpoint.metadata.sha256_of", return_value="")  # of gigabytes of holes
     with tracing(trace), without_curves(), unread:
         task = ImageLora(config)
@@ -84,7 +84,6 @@ def train(
         "phases": trace.phases,
         "copies": copies,
         "saved": saved,
-        "loaded": loaded[0],
         "graphs": counters["stats"]["unique_graphs"],
     }
 
@@ -103,12 +102,17 @@ def _config(
 ) -> Any:
     """Write a model and a dataset; return the configuration of their run, as of :func:`train`."""
     base = write_model(model_type, folder / "model", blocks)
+    family: Any = family_class(model_type)
+    _keep_one_layer_of_a_block(base / "vae")
     if not model_type.startswith(_READ_IN_THE_MIDDLE):
         for encoder in base.glob("text_encoder*"):
             _keep_two_layers(encoder)
+    elif model_type.startswith(("flux2_klein", "flux3")):  # as many layers, the first ones
+        read = len(family.text_encoder.layers)
+        family.text_layers, family.read_layers = read, tuple(range(1, read + 1))
     if file is not None:
         base, flags = _with_file(base, model_type, file, flags)
-    data = write_dataset(folder / "data", family_class(model_type).conditioning, side)
+    data = write_dataset(folder / "data", family.conditioning, side)
     for i, known in itertools.product(range(1, batch), sorted(data.parent.glob("*/0.*"))):
         shutil.copy(known, known.with_stem(str(i)))
     of_dataset, subset = (
@@ -189,18 +193,43 @@ def plan(
     return {"phases": trace.phases, "refused": trace.refused, "graphs": graphs}
 
 
+def loaded(folder: Path, model_type: str, blocks: int, flags: Sequence[str]) -> dict[str, int]:
+    """Load what is trained; return the bytes on the device."""
+    config, trace = _config(folder, model_type, blocks, flags, 1, 256, None), WatchedTrace()
+    pretend(trace)
+    with tracing(trace):
+        task = dry_run.opened_task(ImageLora, config, folder)
+        task.load_networks()
+        task.wrap_networks()
+    return {"bytes": trace.live}
+
+
 def _keep_two_layers(encoder: Path) -> None:
     """Leave two layers of a text encoder, and of its vision tower; each more does the same."""
-    path, (weights,) = encoder / "config.json", encoder.glob("*.safetensors")
+    path = encoder / "config.json"
     config = json.loads(path.read_text())
     for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
         part |= {key: 2 for key in ("num_hidden_layers", "num_layers", "depth") if key in part}
         part |= {"fullatt_block_indexes": [1]} if "fullatt_block_indexes" in part else {}
         part.pop("layer_types", None)
     path.write_text(json.dumps(config))
+    _leave_out(encoder, r"\D*(block|blocks|layers)\.([2-9]|\d\d)\..*")
+
+
+def _keep_one_layer_of_a_block(vae: Path) -> None:
+    """Leave one of two layers of each of an autoencoder's blocks, where its configuration says how many there are."""
+    path = vae / "config.json"
+    config = json.loads(path.read_text())
+    if "layers_per_block" in config:
+        path.write_text(json.dumps(config | {"layers_per_block": 1}))
+        _leave_out(vae, r"encoder\.down_blocks\.\d\.resnets\.1\.|decoder\.up_blocks\.\d\.resnets\.2\.")
+
+
+def _leave_out(folder: Path, pattern: str) -> None:
+    """Write the folder's weights anew without those whose names match."""
+    (weights,) = folder.glob("*.safetensors")
     specs = {name: entry.spec for name, entry in read_entries([weights])[0].items()}
-    further = re.compile(r"\D*(block|blocks|layers)\.([2-9]|\d\d)\..*")
-    write_specs(weights, {name: spec for name, spec in specs.items() if not further.match(name)})
+    write_specs(weights, {name: spec for name, spec in specs.items() if not re.match(pattern, name)})
 
 
 def pretrain(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
@@ -212,7 +241,7 @@ def pretrain(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
     ])  # fmt: skip
     trace = WatchedTrace()
     pretend(trace)
-    _watch(trace, [], [])
+    _watch(trace, [])
     with tracing(trace), without_curves():
         trainer_module.train(Pretraining(config))
     return {"waits": _waits(trace, 3), "saved": [path.name for path in (folder / "run").iterdir()]}
@@ -222,7 +251,7 @@ def chat(folder: Path, **settings: object) -> dict[str, Any]:
     """Train a LoRA on a tiny language model for three steps; return the host's waits, as :func:`train`."""
     place, trace = chat_runs.write_place(folder), WatchedTrace()
     pretend(trace)
-    _watch(trace, [], [])
+    _watch(trace, [])
     settings |= {"max_train_steps": 3, "log_every_n_steps": 100, "mixed_precision": "bf16", "train_batch_size": 1}
     with tracing(trace):
         chat_runs.run(place, folder / "run", gradient_accumulation_steps=1, **settings)
@@ -252,7 +281,7 @@ def _with_file(folder: Path, model_type: str, file: str, flags: Sequence[str]) -
     return made, [*flags, *(word for option, path in parts.items() for word in (f"--{option}", str(path)))]
 
 
-def _watch(trace: WatchedTrace, copies: list[str], loaded: list[int]) -> None:
+def _watch(trace: WatchedTrace, copies: list[str]) -> None:
     """Name steps in the walk; after each forward pass look for what holds a quantised weight in high precision."""
     own_epoch, own_batch, own_compute = trainer_module.Trainer._epoch, Engine.forward_backward, FlowStep.compute
     training = list[bool]()  # not in a dry run
@@ -264,7 +293,6 @@ def _watch(trace: WatchedTrace, copies: list[str], loaded: list[int]) -> None:
     def batch(self: Any, loss_of: Any, batch: Any, step: int, *arguments: Any) -> Any:
         if training:
             trace.phase = f"step {step + 1}"
-            loaded.append(trace.live)
         return own_batch(self, loss_of, batch, step, *arguments)
 
     def compute(self: Any, model: Any, *arguments: Any) -> Any:

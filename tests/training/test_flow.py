@@ -108,7 +108,7 @@ def test_auto_is_the_published_scheduler_of_single_files(
     assert resolve_sampling(asked, family) is asked
 
 
-@pytest.mark.parametrize(("model_type", "shift"), [("z_image", 3.0), ("z_image", 6.0), ("z_image", 1.0), ("flux", 3.0)])
+@pytest.mark.parametrize(("model_type", "shift"), [("z_image", 6.0), ("z_image", 1.0), ("flux", 3.0)])
 def test_auto_is_the_static_shift_of_the_folders_scheduler_at_every_size(
     tmp_path: Path, model_type: str, shift: float
 ) -> None:

@@ -77,14 +77,14 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed in part": {"gradient_checkpointing": True, "activation_budget_mb": 1},
     "bf16 weights": {"full_bf16": True, "mixed_precision": "bf16"},
     "compiled": {"torch_compile": True, "dynamo_backend": "eager", "gradient_checkpointing": True},
-    "fp8": {"fp8_scaled": True, "mixed_precision": "bf16"},
+    "fp8": {"fp8_scaled": True, "gradient_checkpointing": True, "mixed_precision": "bf16"},
     "dora": {"network_type": "dora"},
     "preserved, sampled": {
         "preserve": "prior",
         "preserve_class": "ring",
         "preserve_share": 0.5,
         "gradient_accumulation_steps": 2,
-        "sample_every_n_steps": 10,
+        "sample_every_n_steps": 5,
         "sample_prompts": "prompts.txt",
     },
     "qwen_image": {"model_type": "qwen_image", "gradient_checkpointing": True},
@@ -92,7 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-SAMPLE = {"accumulation and average", "recomputed", "fp8", "preserved, sampled", "z_image"}
+SAMPLE = {"accumulation and average", "fp8", "preserved, sampled", "z_image"}
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,9 @@ SAMPLE = {"accumulation and average", "recomputed", "fp8", "preserved, sampled",
 def test_graphs_train_what_eager_steps_train(
     bases: dict[str, Path], three_shapes: Path, tmp_path: Path, graphs: Any, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """Bit for bit over 12 steps of shapes in random order, of which one is not finite."""
+    """Bit for bit over 12 batches or more of shapes in random order, of which one is not finite."""
     settings, calls = CASES[case], [0]
+    steps = 6 if "gradient_accumulation_steps" in settings else 12
     own = FlowStep.inputs
     (tmp_path / "prompts.txt").write_text("a disc --w 64 --h 64 --s 1")
     monkeypatch.chdir(tmp_path)
@@ -124,7 +125,7 @@ def test_graphs_train_what_eager_steps_train(
             if name == "eager":
                 patch.setattr(step_graphs, "EAGER_STEPS", 10**9)
             trained = run(
-                bases[settings.get("model_type", "flux")], three_shapes, tmp_path / name, max_train_steps=12,
+                bases[settings.get("model_type", "flux")], three_shapes, tmp_path / name, max_train_steps=steps,
                 cuda_graph="true", on_nan="skip", log_every_n_steps=1, network_alpha=4, **settings,
             )  # fmt: skip
         found[name] = state_of(trained)

@@ -134,9 +134,10 @@ def test_of_many_that_find_a_lock_left_behind_one_gets_the_folder(tmp_path: Path
     code = (
         "import sys, time\nfrom pathlib import Path\n"
         "from library.errors import UserError\n"
-        "from library.folder_lock import FolderLock\n"
+        "from library import folder_lock\n"
+        "folder_lock._SECONDS = 0.5\n"
         "print('ready', flush=True)\nsys.stdin.readline()\n"
-        "lock = FolderLock(Path(sys.argv[1]), 'cat')\n"
+        "lock = folder_lock.FolderLock(Path(sys.argv[1]), 'cat')\n"
         "try:\n    lock.acquire()\nexcept UserError:\n    print('refused', flush=True)\n"
         "else:\n    print('mine', flush=True)\nsys.stdin.readline()\n"
     )

@@ -210,7 +210,7 @@ RESUMED: dict[str, dict[str, object]] = {
     "fp8": {"fp8_scaled": True, "fp8_granularity": "row", "fp8_rounding": "stochastic", "mixed_precision": "bf16"},
     "text encoders, averaged": BOTH | {"ema_decay": 0.9, "lr_scheduler": "cosine"},
     "CLIP, bf16": BF16 | {"text_encoder_lr": [1e-2], "gradient_checkpointing": True},
-    **{kind: {"network_type": kind, "save_format": "comfy"} for kind in ("dora", "lokr", "loha")},
+    **{kind: {"network_type": kind, "save_format": "comfy"} for kind in ("dora", "lokr")},
 }
 
 
@@ -218,10 +218,10 @@ RESUMED: dict[str, dict[str, object]] = {
 def test_a_resumed_run_gives_the_same_lora(base: Path, tmp_path: Path, settings: dict[str, object]) -> None:
     augmented = {"flip_aug": True, "shuffle_caption": True, "caption_dropout_rate": 0.2}
     data = write_dataset(tmp_path / "data", text="batch_size = 2", **augmented)
-    settings = settings | {"max_train_steps": 7}
+    settings = settings | {"max_train_steps": 5}
     run(base, data, tmp_path, **settings, save_every_n_steps=3, save_state=True)
     straight = lora(tmp_path)
     (tmp_path / "lora.safetensors").unlink()
     run(base, data, tmp_path, **settings, resume=tmp_path / "lora-step00000003-state")
     assert same(straight, lora(tmp_path))
-    assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == list(range(1, 8))
+    assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == list(range(1, 6))

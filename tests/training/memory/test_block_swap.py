@@ -33,6 +33,9 @@ CPU = torch.device("cpu")
 SWAPPED = 3  # of 4 double and 8 single blocks: 1 double and 4 single off the device
 
 
+FEW = ("train_double_block_indices=none", "train_single_block_indices=0,7")
+
+
 @pytest.fixture(autouse=True)
 def _every_weight_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model's weights are all below the size from which moving pays."""
@@ -95,9 +98,11 @@ def _poison(ring: Ring) -> None:
         ring._point(block, ring._at_home[block])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("network_args", [(), ("train_double_block_indices=none", "train_single_block_indices=0,7")])
+@pytest.mark.parametrize(
+    ("checkpointing", "fp8", "network_args"),
+    [(False, False, ()), (True, True, ()), (False, True, FEW), (True, False, FEW)],
+    ids=["all", "all, recomputed, fp8", "few, fp8", "few, recomputed"],
+)
 def test_output_and_gradients_equal_those_of_the_whole_model_bit_for_bit(
     checkpointing: bool, fp8: bool, network_args: tuple[str, ...]
 ) -> None:
@@ -129,7 +134,7 @@ def test_compiled_blocks_compute_with_what_the_ring_brought(fp8: bool) -> None:
     compile_blocks(blocks, AccelerateConfig(torch_compile=True, dynamo_backend="aot_eager"))
     swapped[0].enable_gradient_checkpointing()
     expected = _step(*whole)
-    for _ in range(3):
+    for _ in range(2):
         for found, wanted in zip(_step(*swapped), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from library.config import load_config
 from library.config.schema import TrainConfig
 from library.errors import UserError
 from library.training.memory.policy import MemoryPlan, advice, choose, remedies
+from tests.forked import run_script
 from tests.runs import arguments, lora, run, same, write_dataset
 
 MIB = 2**20
@@ -143,7 +142,6 @@ def test_the_lora_is_the_same(way: str, base: Path, plain: dict[bool, dict], tmp
     assert same(lora(tmp_path / "out"), plain["fp8_scaled" in settings])
 
 
-_ROOT = Path(__file__).resolve().parents[3]
 _STEPS = """
 import resource, torch
 torch.set_num_threads(1)
@@ -165,20 +163,22 @@ print(faults())
 """
 
 
-def faults(**environment: str) -> list[int]:
+def faults(folder: Path, **environment: str) -> list[int]:
     """Return the page faults of five steps that allocate 155 MiB each, before and after what a run does."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", _STEPS],
-        capture_output=True, text=True, check=True, cwd=_ROOT, env=inherited | environment,
-    )  # fmt: skip
+    (folder / "steps.py").write_text(_STEPS)
+    done = run_script(folder / "steps.py", [], folder, environment)
+    assert done.returncode == 0, done.stderr
     return [int(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
-def test_freed_memory_is_taken_again_without_page_faults_unless_the_user_has_decided() -> None:
-    without, kept = faults()
+def test_freed_memory_is_taken_again_without_page_faults_unless_the_user_has_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
+        monkeypatch.delenv(name)
+    without, kept = faults(tmp_path)
     if without < 1000:
         pytest.skip("this malloc keeps what is freed by itself")
     assert kept < without / 20
-    assert faults(MALLOC_MMAP_THRESHOLD_="1000000")[1] > without / 2
+    assert faults(tmp_path, MALLOC_MMAP_THRESHOLD_="1000000")[1] > without / 2

@@ -141,15 +141,17 @@ CASES: dict[str, dict[str, Case]] = {
         # what one block has trains none in the first stage; Prodigy's step size follows from the whole LoRA
         "fp8": Case(PRODIGY | {"network_args": ["train_double_block_indices=none"]}, TWO_STAGES, "captions"),
         "qwen_image": family("qwen_image", "qwen_shift"),
-        "qwen_image_21": family("qwen_image_21", "qwen_shift", "mod_dim=2"),
-        "flux2_klein": family("flux2_klein", "flux2_shift", "single_mod_dim=2"),
         "krea2": family("krea2", "krea2_shift"),
-        "ernie_image": family("ernie_image", "shift", "final_dim=2"),
         "chat": Case(CHAT | {"train_batch_size": 4}, TWO_STAGES, model="gpt2"),
         "nan": Case(SKIP | EPS, {"pp": 2}, "spoilt"),
         "overflow": Case({"max_train_steps": 5}, {"pp": 2}, "large", refused=BAD),
         "many": Case({}, {"pp": 2, "microbatches": 3}, "sizes", refused="the dataset's batches have at most 2 images"),
     },
+}
+FURTHER = {  # families, of whose blocks some have two streams and some one, as those above
+    "qwen_image_21": family("qwen_image_21", "qwen_shift", "mod_dim=2"),
+    "flux2_klein": family("flux2_klein", "flux2_shift", "single_mod_dim=2"),
+    "ernie_image": family("ernie_image", "shift", "final_dim=2"),
 }
 # a rank smaller than every matrix of the base, so that stage 3 splits them all
 SHORT: Settings = {"network_dim": 1, "max_train_steps": 2}
@@ -293,6 +295,19 @@ def test_other_bases_optimizers_and_families_equal_one_process_too(runs: Runs) -
         assert_same_metrics(metrics(one), metrics(two), ("loss", "loss_tokens"), rel=1e-5)
         if runs.layout == "tp":
             assert_same_metrics(metrics(one), metrics(two), ("grad_norm",), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_further_families_as_pipelines_equal_one_process(tmp_path: Path) -> None:
+    data, jobs = write_captions(tmp_path / "data"), list[Job]()
+    for name, case in FURTHER.items():
+        model = MODELS[name](tmp_path / "models" / name)
+        run(model, data, tmp_path / f"{name}_one", **case.settings)
+        jobs.append((name, train_flags, (arguments(model, data, tmp_path / name, **case.settings | case.two),)))
+    assert run_in_group(jobs, tmp_path) == dict.fromkeys(FURTHER, "")
+    for name in FURTHER:
+        assert largest_difference(lora(tmp_path / name), lora(tmp_path / f"{name}_one")) < SAME_IN_FP32["pp"], name
+        assert_same_metrics(metrics(tmp_path / f"{name}_one"), metrics(tmp_path / name), ("loss",), rel=1e-4)
 
 
 def assert_speed_and_memory_of_each_process(runs: Runs) -> None:

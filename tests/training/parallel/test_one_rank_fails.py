@@ -20,7 +20,7 @@ import pytest
 from library.errors import UserError
 from library.processes import one_of_several
 from library.training.checkpoint.state import find_damage
-from tests.forked import Script
+from tests.forked import Script, start_two
 from tests.processes import launcher, run_command
 from tests.runs import ROOT, arguments, largest_difference, launch, lora, losses_of, run, write_dataset
 from tests.worker_group import run_in_group
@@ -89,16 +89,13 @@ def settings(folder: Path) -> dict[str, object]:
 
 def run_two(fault: Fault, flags: list[str], folder: Path) -> tuple[float, list[subprocess.CompletedProcess[str]]]:
     """Train on two processes; return how many seconds after the fault both had ended, and how."""
-    running = start_two(fault, flags, folder)
+    running = start(fault, flags, folder)
     ended = [process.wait(3 * LIMIT) for process in running]
     return time.time() - (folder / "failed").stat().st_mtime, ended
 
 
-def start_two(fault: Fault, flags: list[str], folder: Path) -> list[Script]:
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launcher()[-1], "FAULT": json.dumps(asdict(fault))}
-    group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    script = ROOT / "tests/faults/one_rank.py"
-    return [Script(script, flags, folder, group | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+def start(fault: Fault, flags: list[str], folder: Path) -> list[Script]:
+    return start_two(ROOT / "tests/faults/one_rank.py", flags, folder, {"FAULT": json.dumps(asdict(fault))})
 
 
 def assert_all_end(fault: Fault, flags: list[str], folder: Path) -> None:
@@ -216,7 +213,7 @@ def test_a_fault_between_the_exchanges_of_sampling_ends_all_and_of_a_whole_model
 def test_a_process_that_failed_and_cannot_end_holds_no_other(base: Path, cached: Path, tmp_path: Path) -> None:
     """Its connections stay open, as those of a process on another machine do under NCCL: the alarm alone tells."""
     flags = arguments(base, cached / "dataset.toml", tmp_path / "out", **settings(cached))
-    running = start_two(Fault(1, None, STEP, 2, "stuck"), flags, tmp_path)
+    running = start(Fault(1, None, STEP, 2, "stuck"), flags, tmp_path)
     other = running[0].wait(3 * LIMIT)
     seconds = time.time() - (tmp_path / "failed").stat().st_mtime
     assert not running[1].has_ended()
@@ -286,9 +283,7 @@ def test_a_process_that_dies_ends_the_job_which_goes_on_from_its_state(how: str,
 def test_an_error_in_one_process_is_shown_by_it_and_spoils_nothing(how: str, base: Path, tmp_path: Path) -> None:
     images, out = write_dataset(tmp_path / "images", text="batch_size = 1"), tmp_path / "out"
     flags = arguments(base, images, out, **SETTINGS)
-    script, group = ROOT / "tests/faults/dying_rank.py", {"DIES": f"4:{how}", "MASTER_ADDR": "127.0.0.1"}
-    group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": launcher()[-1]}
-    running = [Script(script, flags, tmp_path, group | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    running = start_two(ROOT / "tests/faults/dying_rank.py", flags, tmp_path, {"DIES": f"4:{how}"})
     other, failed = [process.wait(4 * KILLED_LIMIT) for process in running]
     assert time.time() - (tmp_path / "died").stat().st_mtime < KILLED_LIMIT
     if how == "memory":
