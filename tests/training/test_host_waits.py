@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from library.training.run import Run
 from tests import pretraining_runs
 from tests.runs import run, write_dataset
+from tests.tiny import tiny_flux_pipeline
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
 
@@ -97,7 +98,7 @@ def buckets(folder: Path, sizes: tuple[tuple[int, int], ...]) -> Path:
     return folder / "dataset.toml"
 
 
-def test_more_buckets_compile_nothing_more(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_buckets_compile_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without inductor, which would take minutes: what is compiled anew is decided before a backend sees it."""
     counters.clear()
     graphs: list[int] = []
@@ -109,6 +110,7 @@ def test_more_buckets_compile_nothing_more(base: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Run, "after_step", count)
     settings = {"torch_compile": True, "dynamo_backend": "eager", "max_train_epochs": 1}
+    base = tiny_flux_pipeline(tmp_path / "base", double_blocks=1, single_blocks=1)
     run(base, buckets(tmp_path, SIZES), tmp_path / "out", **settings)
     assert len(graphs) == len(SIZES)
     assert 0 < graphs[1] == graphs[-1]  # of two sizes as of four

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,13 @@ import library.training.memory.policy as policy
 from library.errors import UserError
 from library.training.memory.policy import MemoryPlan
 from tests.cuda.device import FakeDevice
-from tests.forked import run_script
+from tests.processes import run_command
 from tests.runs import ROOT, arguments, largest_difference, lora, run, write_dataset
 
-# train_lora.py, with the room that is left after the first step of the run limited to so many MiB. All threads have one
-# heap, and what is larger than 64 KiB lies outside of it: what is free there would be room that no limit sees.
+# train_lora.py, with the room that is left after the first step of the run limited to so many MiB
 LIMITED = """
-import ctypes, resource, sys
+import resource, sys
 from library.training.run import Run
-mallopt = ctypes.CDLL("libc.so.6").mallopt
-mallopt(-8, 1), mallopt(-3, 1 << 16)  # M_ARENA_MAX, M_MMAP_THRESHOLD
 after_step, room = Run.after_step, int(sys.argv.pop(1))
 def limit(self):
     after_step(self)
@@ -35,6 +33,7 @@ Run.after_step = limit
 from train_lora import main
 main()
 """
+DOES_NOT_FIT = "memory dry run: a step of 1 at 256x256 needs about .* of 1 MiB; "
 
 
 def two_sizes(folder: Path, side: int = 256) -> Path:
@@ -54,33 +53,38 @@ def counted(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("counted")
-def test_it_tells_what_the_largest_batch_takes(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    events = run(base, two_sizes(tmp_path), tmp_path / "out", memory_dry_run=True, max_train_steps=1)
+def test_what_does_not_fit_is_told_and_refused_before_anything_is_cached(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, settings = two_sizes(tmp_path), {"mixed_precision": "bf16", "max_train_steps": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(dry_run, "available_bytes", lambda device: 2**20)  # a device of 1 MiB
+        # each takes a count: test_policy has them all
+        patch.setattr(dry_run, "remedies", lambda *given, **more: islice(policy.remedies(*given, **more), 2))
+        with pytest.raises(UserError, match=DOES_NOT_FIT) as caught:
+            run(base, data, tmp_path / "out", **settings, memory_dry_run=True)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.rglob("*.safetensors")) == []
     printed = " ".join(capsys.readouterr().out.split())
+    assert "with gradient_checkpointing = true: about" in printed
     assert "memory dry run: a step of 1 at 256x256 takes " in printed
     # what the LoRA takes is known from its shapes; each tensor lies in blocks of 512 bytes
     found = re.search(r"LoRA (\d+) MiB, gradients (\d+) MiB, optimizer (\d+) MiB", printed)
     assert found is not None
-    mib = sum(-(-p.numel() * 4 // 512) for p in events.task.network.parameters()) / 2**11
+    network = run(base, data, tmp_path / "out", **settings).task.network
+    mib = sum(-(-p.numel() * 4 // 512) for p in network.parameters()) / 2**11
     assert [int(each) for each in found.groups()] == [round(mib), round(mib), round(2 * mib)]
 
 
-@pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize("memory", ["manual", "auto"])
-def test_what_does_not_fit_is_refused_before_anything_is_cached(
-    memory: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_does_not_fit_whatever_is_chosen_is_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = two_sizes(tmp_path)
-    monkeypatch.setattr(dry_run, "available_bytes", lambda device: 2**20)  # a device of 1 MiB
-    # each takes a count: test_policy has them all
-    monkeypatch.setattr(dry_run, "remedies", lambda *given, **more: islice(policy.remedies(*given, **more), 2))
-    settings = {"memory": memory} if memory == "auto" else {"memory_dry_run": True}
-    with pytest.raises(UserError, match="memory dry run: a step of 1 at 256x256 needs about .* of 1 MiB; ") as caught:
-        run(base, data, tmp_path / "out", mixed_precision="bf16", **settings)
+    plan = MemoryPlan("fake device", {"step": {"weights": 2**21, "activations": 2**20}}, "1 at 256x256", (0, 0))
+    monkeypatch.setattr(dry_run, "plan_memory", lambda build, config: plan)
+    monkeypatch.setattr(dry_run, "available_bytes", lambda device: 2**20)
+    with pytest.raises(UserError, match=DOES_NOT_FIT + "set fp8_scaled = true") as caught:
+        run(base, two_sizes(tmp_path), tmp_path / "out", memory="auto")
     assert "\n" not in str(caught.value)
-    if memory == "manual":
-        printed = " ".join(capsys.readouterr().out.split())
-        assert "with gradient_checkpointing = true: about" in printed
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
@@ -128,8 +132,7 @@ def test_running_out_of_memory_names_the_batch_and_what_to_change(base: Path, tm
     # cached by another process: what the encoder gave back to this one's heap would be room that no limit sees
     run(base, data, tmp_path / "first", max_train_steps=1)
     flags = arguments(base, data, tmp_path / "out", **settings)
-    (tmp_path / "limited.py").write_text(LIMITED)
-    done = run_script(tmp_path / "limited.py", ["12", *flags], ROOT, {"MALLOC_ARENA_MAX": "1"})
+    done = run_command([sys.executable, "-c", LIMITED, "28", *flags], ROOT, {"MALLOC_ARENA_MAX": "1"})
     assert done.returncode == 2, done.stderr[-2000:]
     message = done.stderr.strip().splitlines()[-1]
     assert message.startswith("error: out of memory in step ")
