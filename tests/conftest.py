@@ -23,6 +23,7 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo asks for the host's name otherwi
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # the stand-in for the hub is here
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the hub fails at once instead of waiting for it
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of compiler processes beside each test process
+os.fsync = lambda descriptor: None  # it waits for what others write too, seconds at times; no test cuts the power
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

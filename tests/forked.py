@@ -46,6 +46,7 @@ def fork_server() -> ForkServerContext:
 def begin_as_started_by_python() -> None:
     """In a forked process: undo what the server left, and end when the test process does."""
     gc.freeze()  # what was imported is garbage to no collection
+    os.fsync = lambda descriptor: None  # as in tests/conftest.py
     multiprocessing.set_start_method("fork", force=True)  # of data loaders' workers; else it is the server's own
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()

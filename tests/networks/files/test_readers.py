@@ -6,6 +6,7 @@ file's tensors is a few lines here, from the same sources as ``networks.files.re
 
 from __future__ import annotations
 
+import copy
 import json
 from itertools import product
 from pathlib import Path
@@ -193,12 +194,13 @@ def test_of_foreign_files_too_the_rules_say_what_diffusers_own_loader_does(
     family: str, prefix: str, tmp_path: Path
 ) -> None:
     make, targets = MODELS[family]
-    layer = next(name for name, module in make().named_modules() if name.endswith("attn.to_q") or "to_k" in name)
-    others = [name for name, module in make().named_modules() if name.endswith(OTHERS) and ".1." not in name]
+    untouched = make()
+    layer = next(name for name, module in untouched.named_modules() if name.endswith("attn.to_q") or "to_k" in name)
+    others = [name for name, module in untouched.named_modules() if name.endswith(OTHERS) and ".1." not in name]
     for (down, up), alpha, name in product(PAIRS, (True, False), (layer, *others)):
         if (prefix, down) == ("transformer.", "lora_down.weight") and family == "flux":
             continue  # read without its alpha: not claimed
-        model, stem = make(), prefix + (name.replace(".", "_") if PREFIXES[prefix] else name)
+        model, stem = copy.deepcopy(untouched), prefix + (name.replace(".", "_") if PREFIXES[prefix] else name)
         linear, random = model.get_submodule(name), torch.Generator().manual_seed(0)
         a = torch.randn(4, linear.in_features, generator=random)
         b = torch.randn(linear.out_features, 4, generator=random)
@@ -241,9 +243,10 @@ FORMS = {  # the factors' ranks; 0: whole
 @pytest.mark.parametrize("family", LOKR_STEMS)
 def test_of_a_lokr_too_the_rules_say_what_diffusers_own_loader_does(family: str, prefix: str, tmp_path: Path) -> None:
     make, targets = MODELS[family]
+    untouched = make()
     for (name, original), ranks, alpha in product(LOKR_STEMS[family].items(), FORMS.values(), (True, False)):
         for stem in filter(None, (name, original)):
-            model, random = make(), torch.Generator().manual_seed(0)
+            model, random = copy.deepcopy(untouched), torch.Generator().manual_seed(0)
             rows, columns = model.get_submodule(name).weight.shape
             rows *= 3 if stem.endswith("qkv") else 1
             shapes = [(one, -(-size // one)) for size in (rows, columns) for one in [factorization(size, 4)[0]]]

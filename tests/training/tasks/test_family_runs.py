@@ -374,11 +374,11 @@ def test_a_fill_model_trains_on_generated_masks_and_paints_into_its_prompts(tmp_
 
 
 def test_an_edit_model_trains_on_references_that_its_text_encoder_sees(tmp_path: Path) -> None:
-    base = tiny_qwen_pipeline(tmp_path / "base", "qwen_image_edit", blocks=1)
+    base = tiny_qwen_pipeline(tmp_path / "base", "qwen_image_edit_plus", blocks=1)
     toml, prompts = write_pictures(tmp_path / "data", images=2)
     for i in range(2):
         (tmp_path / "data" / "images" / f"{i}.txt").write_text("the same")
-    run(base, toml, tmp_path / "run", model_type="qwen_image_edit", max_train_steps=1, sample_prompts=prompts)
+    run(base, toml, tmp_path / "run", model_type="qwen_image_edit_plus", max_train_steps=1, sample_prompts=prompts)
     cache = tmp_path / "data" / "images" / ".tandem_cache"
     assert len(list((cache / "text").iterdir())) == 4  # one caption with two pictures; a prompt, and without one
     assert len(list((cache / "conditions").iterdir())) == 2

@@ -362,7 +362,7 @@ def test_alone_preserve_paints_general_prompts_and_regularisation_images_need_no
 
 
 def test_text_encoders_in_training_are_switched_off_too(base: Path, files: dict[str, Any], tmp_path: Path) -> None:
-    dataset = files.pop("dataset_config")
+    dataset, files["general_prompts"] = files.pop("dataset_config"), "none"
     events = run(base, dataset, tmp_path / "one", **files, text_encoder_lr=[0.05], max_train_steps=6)
     task = events.task
     encoders = task.step.text_encoders.eval()
@@ -606,6 +606,7 @@ def test_what_preserves_weighs_two_and_keeps_directions_unless_it_is_said(
     base: Path, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset, short = files.pop("dataset_config"), {"max_train_steps": 1, "preserve_share": 0.1}
+    files["general_prompts"] = "none"
     cases: dict[str, tuple[dict[str, Any], tuple[float, int]]] = {
         "unset": ({}, (2.0, 32)),
         "set": ({"prior_loss_weight": 1.0, "preserve_directions": 7}, (1.0, 7)),
