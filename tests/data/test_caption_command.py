@@ -20,6 +20,7 @@ from library.data.caption_command import command_words, write_captions
 from library.data.config import load_dataset_config
 from library.errors import UserError
 from tests.data.folders import add_image, build, write_toml
+from tests.forked import Script
 
 NAMED = ["-rf.png", "--help.png", "a b'\"c.png", "$(touch pwned).png", "; touch pwned #.png", "{image}.png", "é|x.png"]
 
@@ -199,11 +200,19 @@ def test_the_command_does_not_outlive_a_run_that_is_ended(tmp_path: Path, number
         "config = load_dataset_config('dataset.toml', DatasetArguments(dataset_config='dataset.toml'))\n"
         f"write_captions({shlex.join(words)!r}, config, lambda *_: lambda _: None)"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    run = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL, env=environment)
-    assert lives(f"600.{mark}", expected=True)
-    run.send_signal(number)
-    assert run.wait(60) == (-number if number == signal.SIGINT else 128 + number)  # as Python and as a shell says it
+    (tmp_path / "run.py").write_text(code)
+    if number == signal.SIGINT:  # Python's own end of a program
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        command = [sys.executable, str(tmp_path / "run.py")]
+        run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, env=environment)
+        assert lives(f"600.{mark}", expected=True)
+        run.send_signal(number)
+        assert run.wait(60) == -number  # as Python says it
+    else:
+        script = Script(tmp_path / "run.py", [], tmp_path)
+        assert lives(f"600.{mark}", expected=True)
+        os.kill(script.pid, number)
+        assert script.wait().returncode == 128 + number  # as a shell says it
     assert not lives(f"600.{mark}")
 
 

@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState
 from library.config.load import load_for, names_language_model
 from library.config.scripts import LANGUAGE_LORA, LLM
 from library.models.llm.spec import PRESETS
+from tests.curves import without_curves
 from tests.llm.talkers import write_chat_model
 from tests.tools.test_gguf_tools import in_gguf
 
@@ -49,7 +50,7 @@ def test_the_commands_lead_from_texts_to_a_model_that_writes(tmp_path: Path) -> 
         AcceleratorState._reset_state(reset_partial_state=True)
         kind = "instruction tuning" if script == "train_llm.py" and "--train_data" in rest else script
         argv = [script, *rest, *SHORT.get(kind, "").split()]
-        with chdir(tmp_path), mock.patch.object(sys, "argv", argv):
+        with chdir(tmp_path), mock.patch.object(sys, "argv", argv), without_curves():  # plot_lr.py draws them
             runpy.run_path(str(ROOT / script), run_name="__main__")
     assert (tmp_path / "output/llama_tiny/llama_tiny/model.safetensors").stat().st_size > 0
     assert (tmp_path / "output/llama_tiny/llama_tiny-step00000002-state/position.json").is_file()

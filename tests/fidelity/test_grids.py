@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from library.fidelity import grids
 from library.fidelity.findings import tensor_findings
 from library.fidelity.layers import layer_row
 from library.fidelity.tensors import compare_tensors, without_compensated
@@ -279,15 +280,17 @@ def test_rows_in_another_order_and_a_factor_are_both_named_on_a_coarse_grid(name
 
 
 @pytest.mark.parametrize("name", [pytest.param("nvfp4", marks=pytest.mark.slow), "nvfp4 at random"])
-def test_a_factor_and_two_wrong_rows_of_a_large_matrix_are_named(name: str) -> None:
-    """Of 2048 rows some are looked at for the factor, and all for wrong ones."""
-    weight = weight_like(0, (2048, 1600), seeded(5))
+def test_a_factor_and_two_wrong_rows_of_a_large_matrix_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more numbers than this some rows are looked at for the factor, and all for wrong ones."""
+    monkeypatch.setattr(grids, "_SAMPLE", 1 << 17)
+    weight = weight_like(0, (512, 800), seeded(5))
+    assert len(weight[grids.sampled_rows(weight)]) == 74
     swapped = weight.index_copy(0, torch.tensor([3, 4]), weight[[4, 3]])
     found = {}
     for change, made in {"none": weight, "factor": 1.03 * weight, "rows": swapped}.items():
         stored = FORMATS[name](made, seeded(6))
         assert isinstance(stored, QuantizedWeight)
-        reference = nn.Linear(1600, 2048, bias=False)
+        reference = nn.Linear(800, 512, bias=False)
         reference.weight = nn.Parameter(weight, requires_grad=False)
         found[change] = findings(nn.ModuleDict({"to_q": reference}), nn.ModuleDict({"to_q": QuantizedLinear(stored)}))
     assert found["none"] == []

@@ -63,7 +63,7 @@ def test_a_step_runs_cell_by_cell_and_checks_itself(
 ) -> None:
     text = (FOLDER / script).read_text(encoding="utf-8")
     assert text.count("\n") < 150
-    quick: dict[str, Any] = {"UPDATES": 20, "SECONDS": 0.0}
+    quick: dict[str, Any] = {"UPDATES": 8, "SECONDS": 0.0}
     if script == "step9_speed.py":
         quick["SIZES"] = Sizes(vocabulary=4097, context=64, width=64, layers=2, heads=4, hidden=256)
     monkeypatch.chdir(desk)
