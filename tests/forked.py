@@ -30,7 +30,7 @@ from tests.processes import LIMIT, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = [f"library.training.{name}" for name in ("trainer", "tasks.image_lora", "tasks.chat_lora", "tasks.pretraining")]
-PRELOADED = ["tests.worker_group", "train_lora", "train_llm", *HEAVY]  # the scripts import the rest when they train
+PRELOADED = ["tests.worker_group", "train_lora", "train_llm", *HEAVY, "tests.runs"]  # the last has diffusers and peft
 
 
 def fork_server() -> ForkServerContext:
