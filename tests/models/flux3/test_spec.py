@@ -252,8 +252,14 @@ def test_other_models_are_refused_in_one_line(folder: Path, tmp_path: Path) -> N
     assert_refused(files.model_config, wanted)
 
 
-@pytest.mark.parametrize(("flow_map", "cfg"), [(False, 1.0), (False, 3.0), (True, 1.0)], ids=["plain", "cfg", "jumps"])
-@pytest.mark.parametrize("sizes", [[(96, 64)], [(64, 48), (32, 80)]], ids=["one reference", "two"])
+ONE, TWO = [(96, 64)], [(64, 48), (32, 80)]  # references
+
+
+@pytest.mark.parametrize(
+    ("flow_map", "cfg", "sizes"),
+    [(False, 1.0, TWO), (False, 3.0, ONE), (True, 1.0, TWO)],
+    ids=["plain, two", "cfg, one", "jumps, two"],
+)
 def test_a_sample_is_what_the_pipeline_draws(
     tmp_path: Path, flow_map: bool, cfg: float, sizes: list[tuple[int, int]]
 ) -> None:

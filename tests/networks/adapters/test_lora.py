@@ -196,12 +196,11 @@ def test_checkpointing_gives_the_same_gradients(options: dict[str, Dropouts]) ->
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_block_compiles_as_one_graph_with_the_same_result(backend: str, options: dict[str, Dropouts]) -> None:
+def test_block_compiles_as_one_graph_with_the_same_result(options: dict[str, Dropouts]) -> None:
     block, x = Block(**options), make_input(2, 7, 5, dtype=torch.float32)
     wanted = (x, *(p for p in block.parameters() if p.requires_grad))
-    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             torch.manual_seed(0)

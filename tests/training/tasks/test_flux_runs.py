@@ -185,6 +185,13 @@ def test_no_update_of_the_file_is_larger_than_scale_weight_norms(case: tuple[Pat
     assert metadata(tmp_path / "free")["ss_scale_weight_norms"] == "None"
 
 
+@pytest.fixture(scope="module")
+def usual(case: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The LoRA of a run without an option."""
+    run(*case, folder := tmp_path_factory.mktemp("usual"))
+    return lora(folder)
+
+
 @pytest.mark.parametrize(
     ("settings", "fact"),
     [
@@ -201,12 +208,15 @@ def test_no_update_of_the_file_is_larger_than_scale_weight_norms(case: tuple[Pat
     ids=lambda value: "",
 )
 def test_an_option_changes_the_training_and_stands_in_the_file(
-    case: tuple[Path, Path], tmp_path: Path, settings: dict[str, object], fact: tuple[str, str]
+    case: tuple[Path, Path],
+    usual: dict[str, torch.Tensor],
+    tmp_path: Path,
+    settings: dict[str, object],
+    fact: tuple[str, str],
 ) -> None:
-    run(*case, tmp_path / "with", **settings)
-    run(*case, tmp_path / "without")
-    assert largest_difference(lora(tmp_path / "with"), lora(tmp_path / "without")) > 1e-3
-    assert metadata(tmp_path / "with")[fact[0]] == fact[1]
+    run(*case, tmp_path, **settings)
+    assert largest_difference(lora(tmp_path), usual) > 1e-3
+    assert metadata(tmp_path)[fact[0]] == fact[1]
 
 
 FIELDS = ["title", "author", "description", "license", "tags", "usage_hint", "trigger_phrase", "merged_from"]
