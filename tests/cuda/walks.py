@@ -14,12 +14,12 @@ from typing import Any
 from unittest import mock
 
 import accelerate  # noqa: F401  # before the device is one: they look for it as they are imported
-import diffusers  # noqa: F401
 import peft  # noqa: F401
 import torch
-import transformers  # noqa: F401
+from diffusers import AutoencoderKL, FluxTransformer2DModel  # noqa: F401  # and all that these import
 from PIL import Image
 from torch._dynamo.utils import counters
+from transformers import CLIPTextModel, Qwen2_5_VLModel, Qwen3Model, T5EncoderModel  # noqa: F401
 
 import library.training.trainer as trainer_module
 from library.config import load_config
