@@ -14,7 +14,6 @@ import psutil
 import torch
 from torch import nn
 
-from library.accelerator import release
 from library.config.schema import SharedTrainingKeys
 from library.errors import UserError
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload
@@ -47,6 +46,8 @@ def when_memory_runs_out(explain: Callable[[], UserError]) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)  # they hold the activations
     else:
         return
+    from library.accelerator import release  # a second to import, which a benchmark's processes do without
+
     release()
     raise explain()
 

@@ -418,7 +418,7 @@ def test_the_edit_pipelines_load_what_was_trained(
     model_type: Kind, pipeline: type[QwenImageEditPipeline], tmp_path: Path
 ) -> None:
     base = tiny_qwen_pipeline(tmp_path / "base", model_type, blocks=1)
-    toml, _ = write_pictures(tmp_path / "data", images=2)
+    toml, _ = write_pictures(tmp_path / "data", images=1)
     keys = {"model_type": model_type, "max_train_steps": 2, "learning_rate": 1e-2, "network_alpha": 3}
     events = run(base, toml, tmp_path / "run", **keys)
     theirs = QwenImageTransformer2DModel.from_pretrained(base, subfolder="transformer").eval()
