@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -30,10 +31,15 @@ def modules() -> dict[str, Path]:
     return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def imports(file: Path, at_start: bool = False) -> set[str]:
     """Return the names that ``file`` imports anywhere, or ``at_start``: when it is itself imported."""
     found = set()
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = tree_of(file)
     for node in tree.body if at_start else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -61,7 +67,7 @@ def test_no_file_imports_itself_through_others() -> None:
 def test_who_imports_by_a_computed_name_is_known() -> None:
     calling = set()
     for name, file in modules().items():
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = tree_of(file)
         names = (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in ast.walk(tree))
         calling |= {name} if {"import_module", "__import__"} & {*names} else set()
     assert calling == BY_NAME.keys()

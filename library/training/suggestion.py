@@ -243,9 +243,6 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, s
     sample, known = usual_sample(answers, found), find_published(answers.model)
     is_distilled = sample.steps != values["sample_steps"][0]
     chosen = {key: (value, memory.describe()) for key, value in memory.settings.items()}
-    how: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    jinja = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, **how)
-    jinja.filters |= {"toml": _toml, "comment": _comment}
     context = {
         "answers": answers, "found": found, "chosen": chosen, "values": values, "folder": folder, "held_out": held_out,
         "trained": len(found.samples) - held_out, "sampled": sampled, "pairs": pairs,
@@ -259,7 +256,7 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Fit) -> dict[str, s
         "place": lambda name: (answers.save_to / name).as_posix(),
     }  # fmt: skip
     wanted = [*["dataset.toml"] * folder, "config.toml"]
-    return {name: jinja.get_template(f"suggested_{Path(name).stem}.jinja").render(context) for name in wanted}
+    return {name: _JINJA.get_template(f"suggested_{Path(name).stem}.jinja").render(context) for name in wanted}
 
 
 def _toml(value: Any) -> str:
@@ -269,3 +266,8 @@ def _toml(value: Any) -> str:
 def _comment(text: str) -> str:
     how: Any = {"initial_indent": "# ", "subsequent_indent": "# ", "break_long_words": False, "break_on_hyphens": False}
     return "\n".join(line for part in text.splitlines() for line in textwrap.wrap(part, 118, **how))
+
+
+_HOW: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+_JINJA = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, **_HOW)
+_JINJA.filters |= {"toml": _toml, "comment": _comment}
