@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 pytest.importorskip("tomlkit")
 
-from library.config.edit import edited, kinds_of, shown
+from library.config.edit import edited, kinds_of, lacks, shown
 from library.config.family_defaults import FAMILY, KIND
 from library.config.load import read_keys
 from library.config.markers import words_of
@@ -200,3 +200,21 @@ def test_a_long_text_with_as_many_brackets_as_are_taken_is_changed_in_seconds(li
     with contextlib.suppress(UserError):
         edited(text, "network_dim", "32", LORA)
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "said"),
+    [
+        ("huber_c", {}, "loss_type = "),
+        ("huber_c", {"loss_type": "huber"}, ""),
+        ("cpu_offload_checkpointing", {}, "gradient_checkpointing"),
+        ("cpu_offload_checkpointing", {"gradient_checkpointing": True}, ""),
+        ("t5xxl", {"model_type": "krea2"}, "model_type = "),
+        ("t5xxl", {"model_type": "flux"}, ""),
+        ("seed", {}, ""),
+    ],
+)
+def test_an_option_says_without_what_it_has_no_effect(key: str, given: dict[str, Any], said: str) -> None:
+    found = lacks(key, given, LORA)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
