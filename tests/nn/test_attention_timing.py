@@ -238,13 +238,16 @@ def test_compiled_attention_has_the_choice_as_a_constant(tmp_path: Path) -> None
     assert len(lines) == len(calls) == 1
 
 
-def test_attention_compiled_for_any_size_is_timed_at_the_usual_one(tmp_path: Path) -> None:
+def test_attention_compiled_for_any_size_is_timed_at_the_usual_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("library.nn.attention_timing.TOKENS", 260)
     choose, lines, _ = chooser(tmp_path, {"flash": RIGHT["flash"]}, 1.0)
     compiled = torch.compile(lambda *x: attend(*x, backend=choose) * 2, backend="eager", fullgraph=True, dynamic=True)
     for size in (40, 56, 72):
         tensors = qkv(queries=size, keys=size, heads=1, kv_heads=1)
         torch.testing.assert_close(compiled(*tensors), attend(*tensors) * 2)
-    assert lines == ["attention: flash, 1.00 ms forward and backward at 4160 tokens"]
+    assert lines == ["attention: flash, 1.00 ms forward and backward at 260 tokens"]
 
 
 def shape(masked: bool = False, dtype: torch.dtype = torch.bfloat16) -> AttentionShape:
