@@ -107,7 +107,7 @@ def test_processes_that_look_at_different_times_leave_no_picture_out(tmp_path: P
     folders[0].mkdir()
     (path, prompt), *_ = first
     path.touch()  # painted before the other process looks
-    write_checked_json(painting._record(path), painting._described(path, prompt))
+    write_checked_json(painting.generated_record(path), painting._described(path, prompt))
     second = missing_of(sets, 1, 2)
     assert {path for path, _ in (*first, *second)} == {path for each in sets.values() for path in each.paths}
     assert len(first) + len(second) == 10
