@@ -49,7 +49,7 @@ SHORT = ["--max_train_steps", "2", "--max_data_loader_n_workers", "0", "--overwr
 
 
 DEEP_MODELS: dict[str, Callable[[Path], Path]] = {
-    "flux_of_11": lambda folder: (
+    "flux_of_14": lambda folder: (
         save_single_files(tiny_flux_pipeline(folder, double_blocks=8, single_blocks=6), folder / "single").transformer
     ),
     "deep_flux": lambda folder: (
@@ -65,7 +65,7 @@ DEEP_MODELS: dict[str, Callable[[Path], Path]] = {
 }
 # configs that swap more blocks than a tiny model has otherwise
 DEEP = dict.fromkeys(("flux_lora_12gb", "flux_lora_8gb"), "deep_flux")
-DEEP |= {"flux_lora_16gb": "flux_of_11", "krea2_lora_12gb": "deep_krea2"}
+DEEP |= {"flux_lora_16gb": "flux_of_14", "krea2_lora_12gb": "deep_krea2"}
 DEEP |= dict.fromkeys(("qwen_image_lora_24gb", "qwen_image_lora_12gb"), "deep_qwen")
 DEEP |= {"flux2_klein_9b_lora_12gb": "deep_flux2"}
 WHOLE = {"FLUX.1-dev", "FLUX.1-Fill-dev", "my_lora/config.toml"}  # of a folder that has its tokenizers
