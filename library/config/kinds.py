@@ -136,6 +136,13 @@ def hub_instead_of_missing(values: Mapping[str, Any]) -> dict[str, Any]:
     return hub_instead(known) if known and known.hub != given and not kind_of(given).is_here else {}
 
 
+def refuse_lora(given: object, names: Iterable[str], model: str) -> None:
+    """Raise a UserError if a file given as a base model is a LoRA; ``names``: its tensors, ``model``: what to give."""
+    if is_lora(names):
+        remedy = f"give it as network_weights (to a tool: --lora), and {model} here"
+        raise UserError(f"{given}: a LoRA, not a base model; {remedy}")
+
+
 def refuse_no_model(model: str) -> None:
     """Raise a UserError if what is no model of ours is a damaged file, a LoRA, another model or a folder of files."""
     path = Path(model).expanduser()
@@ -145,11 +152,7 @@ def refuse_no_model(model: str) -> None:
         return
     if not (names := _shapes(path)):
         raise UserError(f"{model}: not a safetensors or GGUF file, or a damaged one; download or convert it again")
-    if is_lora(names):
-        raise UserError(
-            f"{model}: a LoRA, not a base model; give it as network_weights (to a tool: --lora), and the model that it "
-            "was trained on here"
-        )
+    refuse_lora(model, names, "the model that it was trained on")
     other, found = unsupported(names), recognise_below(names)[1]
     if what := f"{other} checkpoint" if other else found.name * (found is not UNKNOWN):
         article = "an" if what[0] in "aeiouE" else "a"

@@ -20,7 +20,7 @@ from library.config.markers import is_nothing, options, unmet_of
 from library.config.model_types import MODEL_TYPES
 from library.config.optimizer_types import OptimizerType, estimates_step_size, optimizer_named
 from library.config.pretrain_schema import PretrainConfig
-from library.config.run_schema import layout_refusal
+from library.config.run_schema import KINDS_OF_LAYOUT, layout_refusal
 from library.config.schema import ModelConfig, NetworkConfig, TrainConfig
 
 # Below this, an optimizer that estimates its step size was surely given another optimizer's learning rate.
@@ -396,8 +396,8 @@ def network_conflicts(network: NetworkConfig) -> Iterator[Conflict]:
 
 def layout_conflicts(kind: str, save_format: str) -> Iterator[Conflict]:
     """Yield a conflict if no program would load this kind of adapter from the layout."""
-    if message := layout_refusal(kind, save_format):
-        yield Conflict(("save_format", "network_type"), message)
+    if kind not in KINDS_OF_LAYOUT[save_format]:
+        yield Conflict(("save_format", "network_type"), layout_refusal(kind, save_format, ["comfy"]))
 
 
 def model_conflicts(model: ModelConfig) -> Iterator[Conflict]:

@@ -5,7 +5,7 @@ Sections of ``library.config.schema``, which says what all of them are like.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -39,10 +39,8 @@ _UPLOADED = OnlyWith(huggingface_repo_id=True)
 _PIPELINED = OnlyWith(pp=Above(1))
 
 
-def layout_refusal(kind: str, layout: str, better: Collection[str] = ("comfy",)) -> str:
-    """Return the line to say if no program loads the kind of adapter from ``layout``, else an empty one."""
-    if kind in KINDS_OF_LAYOUT[layout]:
-        return ""
+def layout_refusal(kind: str, layout: str, better: Iterable[str]) -> str:
+    """Return what to say where no program loads the kind of adapter from ``layout``; ``better``: layouts to set."""
     remedy = f"set save_format = {' or '.join(better)}"
     return f"save_format: no program loads network_type {kind} from the layout {layout}; {remedy}"
 

@@ -273,10 +273,13 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str], refusals
     besides = [path for path in (*subset.companion_dirs, index.folder) if path != folder]
     files = list_folder(folder, recursive, besides, others)
     if subset.only is not None:
-        strange = [name for name in files if is_image(name) and name not in subset.only]
-        if strange := [name for name in strange if not generated_record(folder / name).exists()]:  # of other prompts
+        stems = {*map(stem, subset.only)}
+        unlisted = [name for name in files if is_image(name) and name not in subset.only]
+        # one with a record of its own is of another prompt
+        if strange := [one for one in unlisted if stem(one) in stems or not generated_record(folder / one).exists()]:
             warnings.append(f"{subset.where}: left out, as the base has not generated them: {names_in_short(strange)}")
-        files = {name: stats for name, stats in files.items() if stem(name) in map(stem, subset.only)}
+        kept = {*subset.only, *(name for name in files if stem(name) in stems and not is_image(name))}  # captions too
+        files = {name: stats for name, stats in files.items() if name in kept}
     names = _pictures(files)
     inside = [] if recursive else _pictures(files_inside(folder, besides))
     if not names:

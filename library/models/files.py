@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from library.config.kinds import likely_type
-from library.config.model_layouts import UNKNOWN, is_lora, pipeline_index, pipeline_of, recognise_below, unsupported
+from library.config.kinds import likely_type, refuse_lora
+from library.config.model_layouts import UNKNOWN, pipeline_index, pipeline_of, recognise_below, unsupported
 from library.config.published_models import find_published
 from library.config.schema import ModelConfig
 from library.errors import UserError
@@ -131,11 +131,7 @@ def _folder_arguments(root: Path, transformer: Path, family: FamilyFiles) -> dic
 
 def file_arguments(weights: WeightFiles, family: FamilyFiles) -> tuple[str, dict[str, Any]]:
     """Return what stands before the transformer's names in a file, and the arguments of its class."""
-    if is_lora(weights.names):
-        raise UserError(
-            f"{weights.path}: a LoRA, not a base model; give it as network_weights (to a tool: --lora), and a "
-            f"{family.title} model here"
-        )
+    refuse_lora(weights.path, weights.names, f"a {family.title} model")
     if other := unsupported(weights.names):
         raise UserError(f"{weights.path}: a {other} checkpoint, not {family.title}; give a {family.title} transformer")
     prefix, found = recognise_below(weights.names)

@@ -244,9 +244,9 @@ def read_by_none(names: Collection[str], targets: LoraTargets, save_format: str,
 
 def check_save_format(kind: str, save_format: str, names: Collection[str], targets: LoraTargets) -> None:
     """Refuse a layout that no program would load the kind of adapter from; ``names``: the modules."""
-    allowed = [name for name in SAVE_FORMATS if kind in KINDS_OF_LAYOUT[name]]
-    if message := layout_refusal(kind, save_format, suiting_formats(names, targets, kind) or allowed):
-        raise UserError(message)
+    if kind not in KINDS_OF_LAYOUT[save_format]:
+        allowed = [name for name in SAVE_FORMATS if kind in KINDS_OF_LAYOUT[name]]
+        raise UserError(layout_refusal(kind, save_format, suiting_formats(names, targets, kind) or allowed))
 
 
 def suiting_formats(names: Collection[str], targets: LoraTargets, kind: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -136,9 +137,12 @@ def test_painted_images_are_regularisation_images_of_every_resolution_and_measur
     )
     *pictures, of_another_prompt, stranger = sorted(kept.glob("*.png"))
     generated_record(of_another_prompt).write_text("[]")
+    generated_record(pictures[0]).write_text("[]")
+    namesake = shutil.copy(stranger, pictures[0].with_suffix(".bmp"))
     data = build(toml, Painted(pictures, sorted(general.glob("*.png"))), preserve_share=0.25)
     (said,) = [line for line in data.describe() if "left out" in line]
-    assert said.endswith(f"generated images in {kept}: left out, as the base has not generated them: {stranger.name}")
+    reason = "left out, as the base has not generated them"
+    assert said.endswith(f"generated images in {kept}: {reason}: {namesake.name}, {stranger.name}")
     found = seen(data)
     assert found == {("a zorbo", False): 27 * EPOCHS, ("a house", True): (3 + 6) * EPOCHS}
     assert data.general is not None
