@@ -405,6 +405,8 @@ def test_two_processes_equal_one(base: Path, files: dict[str, Any], tmp_path: Pa
     dataset.write_text(dataset.read_text().replace("batch_size = 2", "batch_size = 1"))
     kept = files | {"preserve_class": "ring", "preserve_share": 0.4, "validate_every_n_steps": 2}
     steps = {"max_train_steps": 5, "learning_rate": 1e-3}
+    if layout:  # takes no directions
+        kept["preserve_directions"] = 0
     one = {key: value for key, value in layout.items() if key == "network_dim"}
     run(base, dataset, tmp_path / "one", **kept, **steps, **one | {"gradient_accumulation_steps": 2})
     job = ("two", train_flags, (arguments(base, dataset, tmp_path / "two", **kept, **steps, **layout),))
